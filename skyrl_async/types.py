@@ -129,7 +129,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """Tokens that an engine sampled for a whole request or one block of a stream."""
+    """Sampled tokens: of an engine's answer to a request, or of one block of a stream. Every column has one entry per token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -141,29 +141,31 @@ class EngineOutput:
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
     num_aborts: int = 0
-    """Weight updates that cut this call, if the engine's process continued it by itself."""
+    """How often the generation was aborted (or lost its engine) and continued. An engine counts what its process continued by itself."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the engine's prefix cache; the same in every block of a stream."""
+    """Prompt tokens found in the (first) engine's prefix cache; the same in every block of a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(EngineOutput):
     """A finished generation, joined from its segments."""
 
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
     text: str
     """Text of all ``token_ids``, decoded at once and cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
-    num_aborts: int = 0
-    """Number of times it was aborted (or lost its engine) and continued."""
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the first engine's prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta(EngineOutput):
+    """A block of a streamed generation. The joined texts of all blocks are the completion's text.
+
+    ``finish_reason`` is ``stop`` or ``length`` in the last block, which alone has the ``num_aborts`` of the whole generation.
+    """
+
+    text: str
+    """New text, without incomplete characters and possible beginnings of a stop string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,22 +313,3 @@ class WeightUpdate:
     """Checksum of the chunks' files (``path``), concatenated in order; None: unknown."""
     is_compared: bool = False
     """Whether an engine checks the files' ``crc32`` before loading. Not in a publish, because that would lengthen the pause."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionDelta:
-    """A block of a streamed generation. The joined texts of all blocks are the completion's text."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    text: str
-    """New text, without incomplete characters and possible beginnings of a stop string."""
-    finish_reason: FinishReason | None
-    """``stop`` or ``length`` in the last block, else None."""
-    num_aborts: int = 0
-    """In the last block: number of times the generation was aborted (or lost its engine) and continued."""
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    """One entry per token if ``sampling.num_top_logprobs`` > 0, else empty."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the first engine's prefix cache; the same in every block."""

@@ -113,24 +113,17 @@ def _first_fit(share: Sequence[int], lengths: Sequence[int], micro_batch_tokens:
 
 def _cheapest_split(lengths: Sequence[int], micro_batch_tokens: int, overhead_tokens: int) -> list[int]:
     """Cut the descending ``lengths`` into runs that minimise padded tokens plus overhead; returns their sizes. Dynamic programming."""
-    best_cost = [0.0]
-    best_size = [0]
+    best: list[tuple[float, list[int]]] = [(0.0, [])]  # cost and sizes for the first rows, by their number
     for end in range(1, len(lengths) + 1):
         costs = []
         for size in range(1, end + 1):
             num_padded = size * lengths[end - size]
             if size > 1 and num_padded > micro_batch_tokens:
                 break
-            costs.append((best_cost[end - size] + num_padded + overhead_tokens, -size))
+            costs.append((best[end - size][0] + num_padded + overhead_tokens, -size))
         cost, negative_size = min(costs)
-        best_cost.append(cost)
-        best_size.append(-negative_size)
-    sizes: list[int] = []
-    end = len(lengths)
-    while end:
-        sizes.append(best_size[end])
-        end -= best_size[end]
-    return sizes[::-1]
+        best.append((cost, [*best[end + negative_size][1], -negative_size]))
+    return best[-1][1]
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = False) -> MicroBatch:

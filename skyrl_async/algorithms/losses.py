@@ -7,7 +7,8 @@ neither micro-batches nor ranks change the result.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from operator import add
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -49,16 +50,12 @@ class TokenLoss:
     """(N,) bool: the importance ratio was cut."""
 
 
-class PolicyLossFn(Protocol):
-    """A loss with its constants.
+PolicyLossFn = Callable[[LossTokens], TokenLoss]
+"""A loss with its constants: returns the loss of each token.
 
-    A token of advantage 0 must have no gradient, unless it is marked. A row's tokens must have no effect on other rows. With N = 0 too the
-    result must depend on the policy's log-probs, so that gradients can be taken.
-    """
-
-    def __call__(self, tokens: LossTokens, /) -> TokenLoss:
-        """Return the loss of each token."""
-        ...
+A token of advantage 0 must have no gradient, unless it is marked. A row's tokens must have no effect on other rows. With N = 0 too the
+result must depend on the policy's log-probs, so that gradients can be taken.
+"""
 
 
 def importance_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
@@ -140,12 +137,8 @@ def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for part in parts:
         for key, value in part.items():
-            if key not in merged:
-                merged[key] = value
-            elif key.endswith("_max"):
-                merged[key] = max(merged[key], value)
-            else:
-                merged[key] += value
+            join = max if key.endswith("_max") else add
+            merged[key] = join(merged[key], value) if key in merged else value
     return merged
 
 

@@ -21,6 +21,7 @@ from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
@@ -35,14 +36,15 @@ from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.finished_group_filter import SignalSettings
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare, reward_with
-from skyrl_async.rollout.staleness_policies import staleness_policy
+from skyrl_async.rollout.retrier import RetrySettings
+from skyrl_async.rollout.staleness import STALENESS_POLICIES
 from skyrl_async.rollout.worker import RolloutSettings
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.run import TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -118,7 +120,7 @@ def placement(config: Config) -> PlacementSettings | None:
     max_staleness_steps = config.trainer.staleness_bound
     weight = config.engine.oldest_request_weight
     if weight is None:
-        is_waited_for = staleness_policy(config.trainer.staleness_policy.name).holds_back
+        is_waited_for = STALENESS_POLICIES[config.trainer.staleness_policy.name].holds_back
         weight = default_oldest_weight(max_staleness_steps, is_waited_for=is_waited_for)
     if config.engine.num_engines == 1 or max_staleness_steps == 0 or weight == 1:
         return None
@@ -206,7 +208,7 @@ def make_trainer(
         ),
         client=parts.client,
         generator=parts.generator,
-        evaluator=evaluator,
+        evaluation_statuses=evaluator.statuses,
         callbacks=replace(callbacks, log=log),
         trace=trace,
         shutdown=shutdown,
@@ -241,30 +243,21 @@ def _rollout_settings(config: Config) -> RolloutSettings:
         num_samples=generator.n_samples_per_prompt,
         sampling=sampling_params(generator.sampling),
         seed=config.trainer.seed,
-        max_retries=generator.max_retries,
+        retries=_retry_settings(generator),
         max_failed_fraction=generator.max_failed_fraction,
-        timeout_s=generator.rollout_timeout_s,
-        on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
-        backoff=_backoff(config),
-        requeues_groups=staleness_policy(config.trainer.staleness_policy.name).drops_groups,
+        requeues_groups=STALENESS_POLICIES[trainer.staleness_policy.name].drops_groups,
         signal=signal if trainer.fully_async.sample_full_batch else None,
         masks_overlong=generator.apply_overlong_filtering,
     )
 
 
-def _admission_settings(config: Config) -> AdmissionSettings:
-    trainer = config.trainer
-    is_one_step_off = trainer.schedule is Schedule.one_step_off
-    return AdmissionSettings(
-        max_concurrent_groups=trainer.max_concurrent_generation_groups(config.num_group_places),
-        max_staleness_steps=trainer.staleness_bound,
-        limits_buffered_groups=trainer.count_buffered_as_in_flight and not (is_one_step_off or trainer.deterministic),
-        admits_whole_batches=is_one_step_off,
+def _retry_settings(generator: GeneratorConfig) -> RetrySettings:
+    return RetrySettings(
+        max_retries=generator.max_retries,
+        timeout_s=generator.rollout_timeout_s,
+        on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
+        backoff=Backoff(base_s=generator.retry_backoff_s, max_s=generator.max_retry_backoff_s),
     )
-
-
-def _backoff(config: Config) -> Backoff:
-    return Backoff(base_s=config.generator.retry_backoff_s, max_s=config.generator.max_retry_backoff_s)
 
 
 def _evaluator(config: Config, parts: Parts) -> Evaluator:
@@ -274,23 +267,25 @@ def _evaluator(config: Config, parts: Parts) -> Evaluator:
         num_samples=config.evaluation.n_samples_per_prompt,
         sampling=sampling_params(config.evaluation.sampling),
         max_concurrent=config.evaluation.max_concurrent or config.engine.num_engines * config.engine.max_num_seqs,
-        max_retries=config.generator.max_retries,
-        timeout_s=config.generator.rollout_timeout_s,
-        backoff=_backoff(config),
+        retries=_retry_settings(config.generator),
         deadlines=parts.client.deadlines,
     )
 
 
 def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> TrainerSettings:
     trainer, evaluation = config.trainer, config.evaluation
-    is_fully_async = trainer.schedule is Schedule.fully_async
+    is_fully_async, is_one_step_off = (trainer.schedule is s for s in (Schedule.fully_async, Schedule.one_step_off))
+    publishes_between_batches = is_one_step_off or trainer.deterministic
     return TrainerSettings(
-        admission=_admission_settings(config),
         rollout=_rollout_settings(config),
+        max_concurrent_groups=trainer.max_concurrent_generation_groups(config.num_group_places),
+        max_staleness_steps=trainer.staleness_bound,
+        limits_buffered_groups=trainer.count_buffered_as_in_flight and not publishes_between_batches,
+        is_one_step_off=is_one_step_off,
         stall_warning_s=trainer.stall_warning_s if math.isfinite(trainer.stall_warning_s) else None,
         mini_batch_size=trainer.policy_mini_batch_size,
         num_steps=trainer.num_steps,
-        staleness_policy=staleness_policy(trainer.staleness_policy.name),
+        staleness_policy=STALENESS_POLICIES[trainer.staleness_policy.name],
         stream_mini_batch=trainer.stream_mini_batch is not False and not must_wait_for_mini_batch and is_fully_async,
         deterministic=trainer.deterministic,
         validation=ValidationSettings(
@@ -305,6 +300,6 @@ def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> Trai
         checkpoint_interval_steps=trainer.checkpoint_interval_steps,
         check_interval_steps=trainer.logprob_probe_interval_steps,
         publish_every_steps=trainer.publish_every_steps,
-        publishes_between_batches=trainer.schedule is Schedule.one_step_off or trainer.deterministic,
+        publishes_between_batches=publishes_between_batches,
         aggregation=Aggregation(name=trainer.algorithm.loss_reduction.name, max_seq_len=trainer.algorithm.max_seq_len),
     )

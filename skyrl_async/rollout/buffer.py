@@ -45,16 +45,18 @@ class GroupBuffer:
         if len(self) >= self.max_groups:
             raise StateError(f"the buffer holds {len(self)} groups, which is all that the staleness manager admits")
         if self._preparing is None:
-            heapq.heappush(self._heap, (group.admission_index, group))
+            self._push(group)
         else:
             self._unprepared[group.admission_index] = group
             self._preparing.put_nowait(group)
-        self.notify()
 
     async def put_prepared(self, group: Group) -> None:
         """Replace a group that was put by the prepared one. Raises ``StateError`` if it was not put. Never waits."""
         if self._unprepared.pop(group.admission_index, None) is None:
             raise StateError(f"group {group.admission_index} ({group.uid}) was not being prepared")
+        self._push(group)
+
+    def _push(self, group: Group) -> None:
         heapq.heappush(self._heap, (group.admission_index, group))
         self.notify()
 
@@ -76,13 +78,9 @@ class GroupBuffer:
         """
         loop = asyncio.get_running_loop()
         while not self.can_give(is_allowed):
-            is_held_back = bool(self._heap)
-            started = loop.time()
-            try:
-                await self._changes.next()
-            finally:
-                if is_held_back:
-                    self.held_seconds += loop.time() - started
+            is_held_back, started = bool(self._heap), loop.time()
+            await self._changes.next()
+            self.held_seconds += (loop.time() - started) * is_held_back
         if not self._heap:
             return None
         group = heapq.heappop(self._heap)[1]
@@ -105,7 +103,3 @@ class GroupBuffer:
 
     def __len__(self) -> int:
         return len(self._heap) + len(self._unprepared)
-
-    def statistics(self) -> dict[str, float]:
-        """Groups held, and seconds the consumer was held back from them."""
-        return {"buffer_groups": float(len(self)), "held_seconds": self.held_seconds}

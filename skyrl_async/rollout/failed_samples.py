@@ -104,7 +104,7 @@ class CollectedGroup:
         for index in self.missing:
             rows = kept.get(index)
             if rows is not None and all(math.isfinite(row.reward) for row in rows):
-                self._rows[index] = _numbered(rows, index)
+                self._rows[index] = tuple(replace(row, sample_index=index) for row in rows)
 
     def finish(self) -> RolloutResult:
         """Return the group after the last try. Raises its failure if the policy does not allow missing samples."""
@@ -123,51 +123,39 @@ class CollectedGroup:
 
 
 def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
-    """Raise ``GenerationError`` unless the rows are of the requested samples and can be trained."""
-    _check_samples(trajectories, request)
-    is_whole = request.sample_indices is None
-    if is_whole and not request.is_evaluation and not any(t.num_sampled_tokens for t in trajectories):
-        raise GenerationError(
-            f"the generator returned no sampled token for {request.prompt.uid}: every loss mask is empty (as are those of turns sampled "
-            "under a grammar, such as tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)"
-        )
-    if not all(math.isfinite(t.reward) for t in trajectories):
-        raise GenerationError(f"the generator returned a reward that is not a finite number for {request.prompt.uid}")
+    """Raise ``GenerationError`` unless the rows are of the requested samples and can be trained.
+
+    One row per sample is accepted, or rows with a ``sample_index``; a sample without a row was abandoned early.
+    """
+    uid, is_whole = request.prompt.uid, request.sample_indices is None
+    indices = {row.sample_index for row in trajectories}
+    if indices == {None} or (not indices and is_whole):
+        num, expected = len(trajectories), len(request.indices)
+        _require(num == expected, f"{num} trajectories for {uid}, expected {expected}")
+    else:
+        unknown = next((str(index) for index in indices if index not in request.indices), "")
+        asked = f"in [0, {request.num_samples})" if is_whole else f"of {request.sample_indices}"
+        found = f"a trajectory of sample_index {unknown} for {uid}, expected all of them {asked} or none set"
+        _require(not unknown, found)
+    _require(
+        not is_whole or request.is_evaluation or any(row.num_sampled_tokens for row in trajectories),
+        f"no sampled token for {uid}: every loss mask is empty (as are those of turns sampled under a grammar, such as "
+        "tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)",
+    )
+    is_finite = all(math.isfinite(row.reward) for row in trajectories)
+    _require(is_finite, f"a reward that is not a finite number for {uid}")
 
 
-def _check_samples(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
-    """Accept one row per sample, or rows with a ``sample_index``; a sample without a row was abandoned early."""
-    indices = {t.sample_index for t in trajectories}
-    if indices == {None} or (not indices and request.sample_indices is None):
-        if len(trajectories) != len(request.indices):
-            raise GenerationError(
-                f"the generator returned {len(trajectories)} trajectories for {request.prompt.uid}, expected "
-                f"{len(request.indices)}"
-            )
-        return
-    unknown = [index for index in indices if index not in request.indices]
-    if unknown:
-        expected = (
-            f"in [0, {request.num_samples})" if request.sample_indices is None else f"of {request.sample_indices}"
-        )
-        raise GenerationError(
-            f"the generator returned a trajectory of sample_index {unknown[0]} for {request.prompt.uid}, expected all of them "
-            f"{expected} or none set"
-        )
+def _require(is_so: bool, returned: str) -> None:
+    if not is_so:
+        raise GenerationError(f"the generator returned {returned}")
 
 
 def _by_sample(trajectories: Sequence[Trajectory], request: GroupRequest) -> dict[int, tuple[Trajectory, ...]]:
     """The rows of each requested sample, numbered; empty for a sample that was abandoned before anything was sampled."""
     if all(row.sample_index is None for row in trajectories):
-        rows = zip(request.indices, trajectories, strict=False)
-        found = {index: _numbered((row,), index) for index, row in rows}
-    else:
-        found = {index: tuple(row for row in trajectories if row.sample_index == index) for index in request.indices}
-    return {index: found.get(index, ()) for index in request.indices}
-
-
-def _numbered(rows: Sequence[Trajectory], index: int) -> tuple[Trajectory, ...]:
-    return tuple(replace(row, sample_index=index) for row in rows)
+        trajectories = [replace(row, sample_index=i) for i, row in zip(request.indices, trajectories, strict=False)]
+    return {index: tuple(row for row in trajectories if row.sample_index == index) for index in request.indices}
 
 
 _WINDOW = 100
@@ -182,15 +170,12 @@ class FailureWatch:
         self._failed_shares: deque[float] = deque(maxlen=_WINDOW)
         self._last: tuple[str, Exception] | None = None
 
-    def count_success(self) -> None:
-        """Count a group without failed samples."""
-        self._failed_shares.append(0.0)
-
-    def count_failure(self, uid: str, error: Exception, *, share: float = 1.0) -> None:
-        """Count a group of which this share of the samples failed. Raises ``GenerationError`` if that is too many."""
-        self._failed_shares.append(share)
-        self._last = uid, error
-        self.raise_if_too_many()
+    def count(self, uid: str, error: Exception | None, *, share: float = 1.0) -> None:
+        """Count a group, of which this share failed if there is an error. Raises ``GenerationError`` if too many failed."""
+        self._failed_shares.append(share if error else 0.0)
+        if error is not None:
+            self._last = uid, error
+            self.raise_if_too_many()
 
     def raise_if_too_many(self, *, has_ended: bool = False) -> None:
         """Raise ``GenerationError`` with the last failure.

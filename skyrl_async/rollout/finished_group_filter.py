@@ -50,76 +50,21 @@ class SignalSettings:
     """Rewards that differ by no more than this are equal, >= 0."""
 
 
-class SignalFilter:
-    """Separates groups with a signal from groups without, and stops a run that gets too few."""
-
-    def __init__(self, settings: SignalSettings) -> None:
-        self._max_in_a_row = settings.max_in_a_row
-        self._tolerance = settings.tolerance
-        self._num_kept = 0
-        self._num_filtered = 0
-        self._in_a_row: Counter[str] = Counter()
-        self._last_uid = ""
-
-    def classify(self, uid: str, trajectories: Sequence[Trajectory]) -> NoSignal | None:
-        """Count a finished group. Returns None if it has a signal, else the reason."""
-        rewards = [sample.reward for sample in live_samples_of(trajectories)]
-        reason = self._reason(rewards)
-        if reason is None:
-            self._num_kept += 1
-            self._in_a_row.clear()
-            return None
-        self._num_filtered += 1
-        self._last_uid = uid
-        self._in_a_row["fewer than two trained samples" if reason is NoSignal.TOO_FEW else f"{rewards[0]:.4g}"] += 1
-        return reason
-
-    @property
-    def in_a_row(self) -> dict[str, int]:
-        """Rewards (or the reason) -> groups without a signal since the last one with a signal."""
-        return dict(self._in_a_row)
-
-    def restore(self, in_a_row: Mapping[str, int]) -> None:
-        """Continue the counts of a checkpoint."""
-        self._in_a_row = Counter(in_a_row)
-
-    def raise_if_too_many(self) -> None:
-        """Raise ``GenerationError`` if too many groups in a row had no signal."""
-        num_in_a_row = self._in_a_row.total()
-        if self._max_in_a_row and num_in_a_row >= self._max_in_a_row:
-            raise self._error(
-                f"{num_in_a_row} groups in a row had no difference in reward, which is all that "
-                f"trainer.fully_async.max_filtered_in_a_row={self._max_in_a_row} allows"
-            )
-
-    def raise_for_no_group_at_all(self) -> None:
-        """Raise ``GenerationError``, because the data has ended and every group was filtered."""
-        raise self._error("the data ended, and no group had a difference in reward: there is nothing to train")
-
-    def _reason(self, rewards: Sequence[float]) -> NoSignal | None:
-        if len(rewards) < 2:
-            return NoSignal.TOO_FEW
-        is_finite = all(map(math.isfinite, rewards))  # others go to the estimator, which refuses them by name
-        if not is_finite or max(rewards) - min(rewards) > self._tolerance:
-            return None
-        for value, reason in ((0.0, NoSignal.ALL_ZERO), (1.0, NoSignal.ALL_ONE)):
-            if abs(rewards[0] - value) <= self._tolerance:
-                return reason
-        return NoSignal.CONSTANT
-
-    def _error(self, found: str) -> GenerationError:
-        seen = ", ".join(f"{num} x {what}" for what, num in self._in_a_row.most_common(_MAX_REWARDS_NAMED))
-        return GenerationError(
-            f"{found}. Rewards of their samples: {seen or 'unknown, from before the run was resumed'}; the last prompt was "
-            f"{self._last_uid or 'unknown'}; of all groups of this process {self._num_kept} had a difference and {self._num_filtered} "
-            "had none. Where all answers are wrong, check the reward, or take easier prompts or a stronger policy; where all are right, "
-            "take harder prompts. More samples (generator.n_samples_per_prompt) or a higher generator.sampling.temperature find rarer "
-            "differences; trainer.fully_async.sample_full_batch=false trains without asking for any"
-        )
+def no_signal(trajectories: Sequence[Trajectory], tolerance: float) -> NoSignal | None:
+    """Why a group has no learning signal; None if it has one. Rewards that differ by no more than ``tolerance`` are equal."""
+    rewards = [sample.reward for sample in live_samples_of(trajectories)]
+    if len(rewards) < 2:
+        return NoSignal.TOO_FEW
+    is_finite = all(map(math.isfinite, rewards))  # others go to the estimator, which refuses them by name
+    if not is_finite or max(rewards) - min(rewards) > tolerance:
+        return None
+    named = {NoSignal.ALL_ZERO: 0.0, NoSignal.ALL_ONE: 1.0}
+    near = (reason for reason, value in named.items() if abs(rewards[0] - value) <= tolerance)
+    return next(near, NoSignal.CONSTANT)
 
 
 class FinishedGroupFilter:
-    """Decides on each group as soon as it is finished.
+    """Decides on each group as soon as it is finished, and stops a run that gets too few groups with a signal.
 
     Args:
         dataloader: records filtered prompts.
@@ -134,7 +79,7 @@ class FinishedGroupFilter:
         dataloader: _AsyncDataloader,
         staleness: _AsyncStalenessManager,
         buffer: GroupBuffer,
-        signal: SignalFilter | None,
+        signal: SignalSettings | None,
         *,
         masks_overlong: bool = False,
     ) -> None:
@@ -143,6 +88,9 @@ class FinishedGroupFilter:
         self._buffer = buffer
         self._signal = signal
         self._masks_overlong = masks_overlong
+        self._num_kept = 0
+        self._last_uid = "unknown"
+        self._in_a_row: Counter[str] = Counter()
         self.counts = {"filtered_groups": 0, "filtered_tokens": 0} | {f"filtered/{reason}": 0 for reason in NoSignal}
         """Filtered groups and tokens so far, and groups by reason."""
 
@@ -154,7 +102,9 @@ class FinishedGroupFilter:
         num_tokens = group.num_sampled_tokens
         if self._masks_overlong:
             group = mask_overlong(group)
-        if self._signal is None or (reason := self._signal.classify(group.uid, group.trajectories)) is None:
+        if self._signal is None or (reason := no_signal(group.trajectories, self._signal.tolerance)) is None:
+            self._num_kept += 1
+            self._in_a_row.clear()
             self._buffer.put(group)
             return
         await self._dataloader.mark_filtered_uids([(group.epoch, group.uid)])
@@ -163,20 +113,42 @@ class FinishedGroupFilter:
         self.counts["filtered_groups"] += 1
         self.counts[f"filtered/{reason}"] += 1
         self.counts["filtered_tokens"] += num_tokens
-        self._signal.raise_if_too_many()
+        self._last_uid = group.uid
+        is_single = reason is NoSignal.TOO_FEW
+        rewards = (
+            "fewer than two trained samples" if is_single else f"{live_samples_of(group.trajectories)[0].reward:.4g}"
+        )
+        self._in_a_row[rewards] += 1
+        most, num_in_a_row = self._signal.max_in_a_row, self._in_a_row.total()
+        if most and num_in_a_row >= most:
+            raise self._error(
+                f"{num_in_a_row} groups in a row had no difference in reward, which is all that "
+                f"trainer.fully_async.max_filtered_in_a_row={most} allows"
+            )
 
     @property
     def filtered_in_a_row(self) -> dict[str, int]:
         """Rewards (or the reason) -> groups filtered in a row, for checkpoints; empty if the last group was kept."""
-        return {} if self._signal is None else self._signal.in_a_row
+        return dict(self._in_a_row)
 
     def restore(self, filtered_in_a_row: Mapping[str, int]) -> None:
         """Continue the counts of a checkpoint, after its finished groups were put."""
         if self._signal is not None:
-            self._signal.restore(filtered_in_a_row)
+            self._in_a_row = Counter(filtered_in_a_row)
 
     def raise_if_nothing_is_left(self) -> None:
         """After the end of the data, raise ``GenerationError`` if every group was filtered, before a resume or since."""
         is_any_filtered = self._dataloader.statistics()["filtered_total"] > 0
         if self._signal is not None and is_any_filtered and not self._staleness.num_accepted:
-            self._signal.raise_for_no_group_at_all()
+            raise self._error("the data ended, and no group had a difference in reward: there is nothing to train")
+
+    def _error(self, found: str) -> GenerationError:
+        seen = ", ".join(f"{num} x {what}" for what, num in self._in_a_row.most_common(_MAX_REWARDS_NAMED))
+        return GenerationError(
+            f"{found}. Rewards of their samples: {seen or 'unknown, from before the run was resumed'}; the last prompt was "
+            f"{self._last_uid}; of all groups of this process {self._num_kept} had a difference and "
+            f"{self.counts['filtered_groups']} had none. Where all answers are wrong, check the reward, or take easier prompts or a "
+            "stronger policy; where all are right, take harder prompts. More samples (generator.n_samples_per_prompt) or a higher "
+            "generator.sampling.temperature find rarer differences; trainer.fully_async.sample_full_batch=false trains without asking "
+            "for any"
+        )

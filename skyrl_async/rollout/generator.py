@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from skyrl_async.errors import NoEngineError
-from skyrl_async.rollout.sample_state import SampleStates
+from skyrl_async.rollout.group_state import SampleStates
 from skyrl_async.rollout.sampler import record_tokens
 from skyrl_async.runtime.progress import GroupProgress
 from skyrl_async.runtime.tasks import run_together

@@ -6,7 +6,7 @@ the caller.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,14 +25,18 @@ _MAX_NAMED = 3
 """Samples named in the error of a missed deadline."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rollout:
-    request: GroupRequest
-    started: float
-    """Seconds on the loop's clock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrySettings:
+    """Deadline and retries of a rollout."""
 
-    def statuses(self) -> list[RolloutStatus]:
-        return self.request.progress.statuses(self.request.prompt.uid, self.started)
+    max_retries: int
+    """Retries of a failed rollout, >= 0; ``DROP`` never retries."""
+    timeout_s: float
+    """Deadline of one try, in seconds."""
+    on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
+    """Treatment of a group of which only some samples failed; a group of an evaluation has to be complete."""
+    backoff: Backoff = NO_BACKOFF
+    """Wait before each retry."""
 
 
 class RolloutRetrier:
@@ -40,30 +44,16 @@ class RolloutRetrier:
 
     Args:
         generator: generates a group.
-        max_retries: retries of a failed rollout, >= 0; ``DROP`` never retries.
-        timeout_s: deadline of one try, in seconds.
-        on_failed_samples: treatment of a group of which only some samples failed; a group of an evaluation has to be complete.
-        backoff: wait between tries.
+        settings: deadline and retries.
         deadlines: stand still in outages. A failure in an outage is retried after it and does not count as a try. None: no outages.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        *,
-        max_retries: int,
-        timeout_s: float,
-        on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST,
-        backoff: Backoff = NO_BACKOFF,
-        deadlines: Deadlines | None = None,
-    ) -> None:
+    def __init__(self, generator: Generator, settings: RetrySettings, deadlines: Deadlines | None = None) -> None:
         self._generator = generator
+        self._settings = settings
         self._deadlines = deadlines or Deadlines()
-        self._max_retries = 0 if on_failed_samples is OnFailedSamples.DROP else max_retries
-        self._timeout_s = timeout_s
-        self._on_failed_samples = on_failed_samples
-        self._backoff = backoff
-        self._in_flight: dict[_Rollout, None] = {}
+        self._max_retries = 0 if settings.on_failed_samples is OnFailedSamples.DROP else settings.max_retries
+        self._in_flight: dict[int, Callable[[], list[RolloutStatus]]] = {}
         self.num_retries = 0
         self.num_wasted_tokens = 0
         """Tokens of finished samples whose group failed."""
@@ -77,7 +67,7 @@ class RolloutRetrier:
 
         Raises the last try's error if the group cannot be trained; ``NoEngineError`` at once.
         """
-        group, outages = CollectedGroup(request, self._on_failed_samples), self._deadlines.outages
+        group, outages = CollectedGroup(request, self._settings.on_failed_samples), self._deadlines.outages
         with self._in_flight_during(request):
             num_tries = 0
             while True:
@@ -98,16 +88,16 @@ class RolloutRetrier:
 
     def statuses(self) -> list[list[RolloutStatus]]:
         """Activity of each group in flight, in order of their start."""
-        return [rollout.statuses() for rollout in self._in_flight]
+        return [statuses() for statuses in self._in_flight.values()]
 
     @contextmanager
     def _in_flight_during(self, request: GroupRequest) -> Iterator[None]:
-        rollout = _Rollout(request, asyncio.get_running_loop().time())
-        self._in_flight[rollout] = None
+        started = asyncio.get_running_loop().time()
+        self._in_flight[id(request)] = lambda: request.progress.statuses(request.prompt.uid, started)
         try:
             yield
         finally:
-            del self._in_flight[rollout]
+            del self._in_flight[id(request)]
 
     async def _wait_out(self, request: GroupRequest, group: CollectedGroup) -> None:
         """Wait for the end of the outage in which samples failed."""
@@ -117,7 +107,7 @@ class RolloutRetrier:
         request.progress.enter("generating")
 
     async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
-        delay, num_left = self._backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
+        delay, num_left = self._settings.backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
         logger.warning("%s, %d more tries, the next in %.1f s: %r", group, num_left, delay, group.failure)
         self.num_retries += 1
         request.progress.enter("waiting for a retry")
@@ -155,11 +145,11 @@ class RolloutRetrier:
 
         started = asyncio.get_running_loop().time()
         try:
-            async with self._deadlines.within(self._timeout_s), asyncio.TaskGroup() as tasks:
+            async with self._deadlines.within(self._settings.timeout_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(run(), name=f"rollout-{uid}")
         except TimeoutError as error:
             raise DeadlineError(
-                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}:"
+                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._settings.timeout_s:g}:"
                 f"{_slowest(request.progress.statuses(uid, started))}"
             ) from error
         if not outcome:

@@ -99,9 +99,6 @@ class GenerationClient(Protocol):
         ...
 
 
-_usage: ContextVar["TokenUsage | None"] = ContextVar("token_usage", default=None)
-
-
 @dataclass(slots=True)
 class TokenUsage:
     """Tokens sampled for one purpose, such as a group."""
@@ -110,6 +107,9 @@ class TokenUsage:
     """Tokens of completed generations."""
     num_cut_off_tokens: int = 0
     """Tokens of cancelled generations that may still be continued."""
+
+
+_usage: ContextVar[TokenUsage] = ContextVar("token_usage", default=TokenUsage())  # noqa: B039 - nobody reads the default
 
 
 @contextmanager
@@ -124,17 +124,14 @@ def recording_tokens_to(usage: TokenUsage) -> Iterator[None]:
 
 def record_tokens(num_tokens: int) -> None:
     """Record a completed generation."""
-    if usage := _usage.get():
-        usage.num_tokens += num_tokens
+    _usage.get().num_tokens += num_tokens
 
 
 def record_cut_off(num_tokens: int) -> None:
     """Record a cancelled generation."""
-    if usage := _usage.get():
-        usage.num_cut_off_tokens += num_tokens
+    _usage.get().num_cut_off_tokens += num_tokens
 
 
 def record_wasted() -> None:
     """Record that no cancelled generation will be continued."""
-    if usage := _usage.get():
-        usage.num_cut_off_tokens = 0
+    _usage.get().num_cut_off_tokens = 0

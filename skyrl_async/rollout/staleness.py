@@ -1,42 +1,25 @@
-"""Admission of groups, and the groups that the current step must wait for: accounting without I/O.
+"""Admission of groups, the groups that the current step must wait for, and the treatment of groups older than the bound.
 
-Flows in: requests for admission, ended rollouts, policy versions. Flows out: admissions. Does not know the contents of a group. Every
-transition is an ``async def`` without an ``await`` (SkyRL's verbs are coroutines), hence atomic under cancellation; only
-``acquire_submission_slot`` and ``drained`` wait.
+Accounting without I/O: requests for admission, ended rollouts and policy versions in, admissions out. Every transition is an ``async def``
+without an ``await`` (SkyRL's verbs are coroutines), hence atomic under cancellation; only ``acquire_submission_slot`` and ``drained``
+wait.
+
+The trainer acts on the decisions of a ``StalenessPolicy``, one for each value of ``trainer.staleness_policy``:
+
+    wait      hold a group back while older ones need its place in the step: none passes the bound, the trainer waits
+    mask      train groups at once, and mask tokens sampled under too old a version
+    resample  train groups at once; abort a group that can no longer be trained in time, and requeue its prompt
+    allow     train groups at once, and count the old ones
 """
 
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyrl_async.errors import StateError
 from skyrl_async.runtime.tasks import Changes
-
-
-class _OpenGroups:
-    """Admitted groups that are neither trained nor dropped. Changes and queries take constant time, with ten thousand groups too."""
-
-    def __init__(self) -> None:
-        self._version_of: OrderedDict[int, int] = OrderedDict()
-        self.num_of_version: Counter[int] = Counter()
-        """Scheduled version -> open groups, without versions that have none."""
-
-    def add(self, admission: "Admission") -> None:
-        """Add a group; groups are added in order of admission."""
-        assert (self.first_index() is None) or next(reversed(self._version_of)) < admission.index
-        self._version_of[admission.index] = admission.scheduled_version
-        self.num_of_version[admission.scheduled_version] += 1
-
-    def remove(self, index: int) -> None:
-        version = self._version_of.pop(index)
-        self.num_of_version[version] -= 1
-        if not self.num_of_version[version]:
-            del self.num_of_version[version]
-
-    def first_index(self) -> int | None:
-        """The smallest open admission index."""
-        return next(iter(self._version_of), None)
+from skyrl_async.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +60,6 @@ class _AsyncStalenessManager:
         limits_buffered_groups: bool = False,
         admits_whole_batches: bool = False,
     ) -> None:
-        if min(max_concurrent_generation_groups, mini_batch_size) < 1 or max_staleness_steps < 0:
-            raise ValueError(
-                "expected max_concurrent_generation_groups >= 1, mini_batch_size >= 1 and max_staleness_steps >= 0, got "
-                f"{max_concurrent_generation_groups}, {mini_batch_size} and {max_staleness_steps}"
-            )
         self._max_running = max_concurrent_generation_groups
         self._mini_batch_size = mini_batch_size
         self.max_staleness_steps = max_staleness_steps
@@ -96,7 +74,10 @@ class _AsyncStalenessManager:
         self._next_index = 0
         self._running: dict[int, Admission] = {}
         self._finished: dict[int, Admission] = {}
-        self._open = _OpenGroups()
+        self._open: OrderedDict[int, Admission] = OrderedDict()
+        """Admission index -> group that is neither trained nor dropped, in order of admission."""
+        self._num_open_of: Counter[int] = Counter()
+        """Scheduled version -> open groups, so that ``may_train`` takes no longer with ten thousand groups."""
         self._num_waiting = 0
         self._first_in_line = asyncio.Lock()
         self._changes = Changes()
@@ -160,8 +141,7 @@ class _AsyncStalenessManager:
 
     async def on_rollout_rejected(self, admission: Admission) -> None:
         """The group failed or was dropped: another one may be admitted for it."""
-        self._take_running(admission)
-        self._open.remove(admission.index)
+        self._close(self._take_running(admission))
         self._changes.notify()
 
     async def on_rollout_filtered(self, admission: Admission) -> None:
@@ -217,10 +197,9 @@ class _AsyncStalenessManager:
         a whole mini-batch can become due at once, and each place lost before is then a group past the bound. This step is the one
         after ``trained_version``.
         """
-        opened = self._open.num_of_version
         num_before = 0
-        for version in sorted(v for v in opened if v < scheduled_version):
-            num_before += opened[version]
+        for version in sorted(v for v in self._num_open_of if v < scheduled_version):
+            num_before += self._num_open_of[version]
             steps_left = version + self.max_staleness_steps - self._trained_version
             if num_before >= num_free + steps_left * self._mini_batch_size:
                 return False
@@ -228,7 +207,7 @@ class _AsyncStalenessManager:
 
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor dropped."""
-        return self._open.first_index()
+        return next(iter(self._open), None)
 
     async def load_state_from_checkpoint(
         self,
@@ -258,35 +237,29 @@ class _AsyncStalenessManager:
             staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
             if staleness <= self.max_staleness_steps:
                 restored.append(admission)
-                self._open.add(admission)
+                self._open_group(admission)
         is_running = {admission.index for admission in running}
         self._running = {a.index: a for a in restored if a.index in is_running}
         self._finished = {a.index: a for a in restored if a.index not in is_running}
         return tuple(restored)
 
-    async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
-        """For SkyRL's callers: raise ``StateError`` unless this many groups were trained."""
-        if self._num_trained != num_trained_groups:
-            raise StateError(
-                f"expected {num_trained_groups} trained groups, {self._num_trained} were taken to be trained"
-            )
-
-    def statistics(self) -> dict[str, float]:
-        """Groups running, groups buffered, groups accepted in all, and groups that may be admitted now."""
-        return {
-            "running_groups": float(len(self._running)),
-            "buffer_groups": float(len(self._finished)),
-            "accepted_groups": float(self.num_accepted),
-            "capacity": float(self.capacity),
-        }
-
     def _admit(self) -> Admission:
         admission = Admission(index=self._next_index, scheduled_version=self._served_version)
         self._next_index += 1
         self._running[admission.index] = admission
-        self._open.add(admission)
+        self._open_group(admission)
         self._changes.notify()
         return admission
+
+    def _open_group(self, admission: Admission) -> None:
+        self._open[admission.index] = admission
+        self._num_open_of[admission.scheduled_version] += 1
+
+    def _close(self, admission: Admission) -> None:
+        del self._open[admission.index]
+        self._num_open_of[admission.scheduled_version] -= 1
+        if not self._num_open_of[admission.scheduled_version]:
+            del self._num_open_of[admission.scheduled_version]
 
     def _take_running(self, admission: Admission) -> Admission:
         if admission.index not in self._running:
@@ -296,5 +269,64 @@ class _AsyncStalenessManager:
     def _take_finished(self, index: int) -> Admission:
         if index not in self._finished:
             raise StateError(f"group {index} is not finished, or was trained before")
-        self._open.remove(index)
-        return self._finished.pop(index)
+        admission = self._finished.pop(index)
+        self._close(admission)
+        return admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessPolicy:
+    """One treatment of groups older than the bound."""
+
+    name: str
+    holds_back: bool = False
+    """A finished group waits while groups admitted before it may need its place in the step."""
+    masks: bool = False
+    """Tokens older than the bound are masked from the loss."""
+    drops_groups: bool = False
+    """Groups past the bound are dropped, and their prompts requeued."""
+
+    @property
+    def bounds_groups(self) -> bool:
+        """Whether no group past the bound is ever trained."""
+        return self.holds_back or self.drops_groups
+
+    def may_train(self, group: Group, staleness: _AsyncStalenessManager, num_free: int) -> bool:
+        """Whether a finished group may take one of the ``num_free`` places in the step."""
+        return not self.holds_back or staleness.may_train(group.scheduled_version, num_free)
+
+    def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
+        """Whether to drop an open group admitted at ``scheduled_version``, because it is past the bound."""
+        return self.drops_groups and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
+
+    def masked_group(self, group: Group, version: int, max_staleness_steps: int) -> Group:
+        """The group as it is trained at ``version``; with ``masks``, its tokens past the bound are masked.
+
+        Masked tokens keep their place, log-probs and versions, as context of the tokens after them. Rewards, hence advantages, are
+        of whole trajectories; importance ratios of whole rows exclude the masked tokens.
+        """
+        oldest = version - max_staleness_steps
+        if not self.masks or all(min(t.versions, default=oldest) >= oldest for t in group.trajectories):
+            return group
+        return replace(group, trajectories=tuple(_masked(t, oldest) for t in group.trajectories))
+
+
+def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
+    """The trajectory without the tokens sampled before version ``oldest``."""
+    mask = tuple(
+        int(is_trained and version >= oldest)
+        for is_trained, version in zip(trajectory.loss_mask, trajectory.versions, strict=True)
+    )
+    return replace(trajectory, loss_mask=mask)
+
+
+STALENESS_POLICIES = {
+    policy.name: policy
+    for policy in (
+        StalenessPolicy(name="wait", holds_back=True),
+        StalenessPolicy(name="mask", masks=True),
+        StalenessPolicy(name="resample", drops_groups=True),
+        StalenessPolicy(name="allow"),
+    )
+}
+"""The values of ``trainer.staleness_policy``."""

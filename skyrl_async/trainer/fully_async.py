@@ -22,14 +22,14 @@ from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.stages import Channel, StageStatus
 from skyrl_async.runtime.tasks import first_failure
-from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
 from skyrl_async.trainer.run import Run
 from skyrl_async.trainer.run_state import RunSaver
 from skyrl_async.trainer.step_gate import MAX_OPEN_STEPS
 from skyrl_async.trainer.train_stage import TrainStage
-from skyrl_async.trainer.validation import Validation
-from skyrl_async.trainer.weight_update_stage import Publisher, TrainedStep, WeightUpdateStage
+from skyrl_async.trainer.validation import EvaluationResult, Evaluator, Validation
+from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import Policy
+from skyrl_async.weight_sync.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class FullyAsyncTrainer:
         policy: the model to train.
         publisher: brings the weights to the engines.
         prepare: stages between a finished group and training: name -> work, in order; the first one is the reward.
-        evaluator: runs held-out prompts; None evaluates nothing.
+        evaluator: runs held-out prompts.
         checkpointer: writes checkpoints; None writes none.
         step_advantages: computes advantages when groups are trained: group by group, or all groups of a step at once where
             mini-batches are not streamed. The default keeps the advantages of the reward stage.
@@ -57,9 +57,9 @@ class FullyAsyncTrainer:
         run: Run,
         *,
         policy: Policy,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         prepare: Mapping[str, Prepare],
-        evaluator: Evaluator | None = None,
+        evaluator: Evaluator,
         checkpointer: Checkpointer | None = None,
         step_advantages: StepAdvantages | None = None,
         lease: DeviceLease | None = None,
@@ -96,7 +96,7 @@ class FullyAsyncTrainer:
     @property
     def throughput_beside_validation(self) -> float | None:
         """Training throughput during validation, relative to the throughput without; None where unknown."""
-        return self._train_stage.throughput_beside_validation
+        return self._train_stage.beside_validation.ratio
 
     @property
     def checkpoint_failure(self) -> CheckpointError | None:

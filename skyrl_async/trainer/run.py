@@ -13,13 +13,12 @@ from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.trace import Trace, trace_stages
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.rollout.staleness_policies import StalenessPolicy
+from skyrl_async.rollout.staleness import StalenessPolicy, _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageBoard
-from skyrl_async.trainer.evaluator import Evaluator
 from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.types import Group
 
@@ -40,22 +39,13 @@ class ValidationSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionSettings:
-    """When groups are admitted; arguments of ``_AsyncStalenessManager``."""
-
-    max_concurrent_groups: int
-    max_staleness_steps: int
-    limits_buffered_groups: bool = False
-    admits_whole_batches: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """The schedule of a run; ``config.schema.trainer.TrainerConfig`` documents the keys."""
 
-    admission: AdmissionSettings
     rollout: RolloutSettings
 
+    max_concurrent_groups: int
+    max_staleness_steps: int
     mini_batch_size: int
     num_steps: int | None
     staleness_policy: StalenessPolicy
@@ -65,6 +55,10 @@ class TrainerSettings:
     checkpoint_interval_steps: int
     check_interval_steps: int
     """Steps between comparisons of the engines with the trained weights; 0: none."""
+    limits_buffered_groups: bool = False
+    """While the trainer is busy, finished groups count as in flight until they are trained."""
+    is_one_step_off: bool = False
+    """Each mini-batch is admitted at once, after the last group of the previous one has ended."""
     publish_every_steps: int = 1
     """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
     publishes_between_batches: bool = False
@@ -83,8 +77,6 @@ def is_due(interval: int, version: int) -> bool:
     return bool(interval) and version % interval == 0
 
 
-Log = Callable[[int, dict[str, float]], None]
-"""Takes (step, values by metric name)."""
 LogGroups = Callable[[int, Sequence[Group]], None]
 """Takes (policy version trained at, groups) of each step."""
 
@@ -93,7 +85,8 @@ LogGroups = Callable[[int, Sequence[Group]], None]
 class TrainerCallbacks:
     """Functions that receive what a trainer reports."""
 
-    log: Log
+    log: Callable[[int, dict[str, float]], None]
+    """Takes (step, values by metric name)."""
     log_groups: LogGroups = lambda version, groups: None
     show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
     """Takes one line per rollout or stage without progress."""
@@ -127,9 +120,9 @@ def make_run(
     dataloader: _AsyncDataloader,
     client: InferenceEngineClient,
     generator: Generator,
-    evaluator: Evaluator | None,
     callbacks: TrainerCallbacks,
     trace: Trace,
+    evaluation_statuses: Callable[[], list[list[RolloutStatus]]] = list,
     shutdown: ShutdownRequest | None = None,
     make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
 ) -> Run:
@@ -140,22 +133,22 @@ def make_run(
         dataloader: yields prompts.
         client: sends requests to the engines, and keeps the tokens of aborted groups.
         generator: generates a group over the client.
-        evaluator: its rollouts are watched too.
         callbacks: take metrics, trained groups and stalls.
         trace: gets one span per stage, group and timed part of a step.
+        evaluation_statuses: returns the activity of rollouts of evaluations, which are watched too.
         shutdown: ends the run early; None makes one.
         make_buffer: takes the most groups to hold at a time.
     """
-    admission, mini_batch_size = settings.admission, settings.mini_batch_size
+    mini_batch_size = settings.mini_batch_size
     staleness = _AsyncStalenessManager(
-        admission.max_concurrent_groups,
+        settings.max_concurrent_groups,
         mini_batch_size,
-        admission.max_staleness_steps,
+        settings.max_staleness_steps,
         None if settings.num_steps is None else settings.num_steps * mini_batch_size,
-        limits_buffered_groups=admission.limits_buffered_groups,
-        admits_whole_batches=admission.admits_whole_batches,
+        limits_buffered_groups=settings.limits_buffered_groups,
+        admits_whole_batches=settings.is_one_step_off,
     )
-    buffer = make_buffer(mini_batch_size * (admission.max_staleness_steps + 1))
+    buffer = make_buffer(mini_batch_size * (settings.max_staleness_steps + 1))
     board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
@@ -170,7 +163,7 @@ def make_run(
     watchdog = None
     if settings.stall_warning_s is not None:
         watchdog = Watchdog(
-            rollouts=lambda: [*workers.statuses(), *(evaluator.statuses() if evaluator is not None else ())],
+            rollouts=lambda: [*workers.statuses(), *evaluation_statuses()],
             stages=trace.open_spans,
             threshold_s=settings.stall_warning_s,
             log=lambda values: callbacks.log(staleness.served_version, values),

@@ -14,7 +14,7 @@ from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
-from skyrl_async.rollout.group_state import RestoredGroups, RunningGroup, admission_of
+from skyrl_async.rollout.group_state import OpenGroup, RunningGroup, admission_of
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
 from skyrl_async.trainer.run import Run
@@ -75,17 +75,25 @@ class RunSaver:
             running=[admission_of(group) for group in state.running],
             holds_bound=self._run.settings.staleness_policy.bounds_groups,
         )
-        restored = RestoredGroups.of(state.groups, state.running, admissions)
-        self._run.workers.restore(restored.running)
-        for finished in restored.finished:
-            await self._run.workers.finished_groups.put(finished)
+        restored = {admission.index for admission in admissions}
+        running = [group for group in state.running if group.admission_index in restored]
+        self._run.workers.restore(running)
+        for group in state.groups:
+            if group.admission_index in restored:
+                await self._run.workers.finished_groups.put(group)
         self._run.workers.finished_groups.restore(state.filtered_in_a_row)
-        for dropped in reversed(restored.dropped):
-            await self._run.dataloader.requeue((dropped.epoch, dropped.uid))
-        totals.wasted_tokens += restored.num_dropped_tokens
+        open_groups: tuple[OpenGroup, ...] = (*state.groups, *state.running)
+        dropped = [group for group in open_groups if group.admission_index not in restored]
+        for lost in sorted(dropped, key=lambda group: -group.admission_index):
+            await self._run.dataloader.requeue((lost.epoch, lost.uid))
+        num_dropped_tokens = sum(group.num_sampled_tokens for group in dropped)
+        totals.wasted_tokens += num_dropped_tokens
         self.newest, self.step = checkpoint, state.step
         self._known = self._progress(state.step, self._run.workers.running_groups())
-        logger.info("resumed %s: %s", checkpoint.name, restored)
+        logger.info(
+            "resumed %s: %d finished groups wait to be trained; %s; %d groups no longer fit and are drawn again (%d tokens lost)",
+            *(checkpoint.name, len(restored) - len(running), _outlook(running), len(dropped), num_dropped_tokens),
+        )
 
     async def write(self, *, unless_known: bool = False, on_taken: Callable[[], None] = lambda: None) -> None:
         """Write the state after the last optimizer step.
@@ -133,4 +141,16 @@ class RunSaver:
 
     def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:
         """Steps, finished groups, and tokens of running groups: a checkpoint is worth writing when one of them has changed."""
-        return step, self._run.workers.counts["groups"], sum(group.num_tokens for group in running)
+        return step, self._run.workers.counts["groups"], sum(group.num_sampled_tokens for group in running)
+
+
+def _outlook(running: Sequence[RunningGroup]) -> str:
+    """What becomes of the samples of restored groups, for the log."""
+    num_samples = sum(group.num_samples for group in running)
+    num_kept = sum(group.num_kept for group in running)
+    num_tokens = sum(sample.num_tokens for group in running for sample in group.samples.values() if sample.is_kept)
+    num_lost = sum(group.num_sampled_tokens for group in running) - num_tokens
+    return (
+        f"of {num_samples} trajectories in {len(running)} running groups {num_kept} go on after {num_tokens} tokens, "
+        f"{num_samples - num_kept} begin anew ({num_lost} tokens lost)"
+    )

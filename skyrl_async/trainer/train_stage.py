@@ -1,6 +1,6 @@
 """Trains on prepared groups, one optimizer step after another, as a stage of its own.
 
-    MiniBatches ──group by group──> gradients ──> optimizer step, gather ──TrainedStep──> WeightUpdateStage
+    GroupBuffer ──group by group──> gradients ──> optimizer step, gather ──TrainedStep──> WeightUpdateStage
                       └ the devices are this stage's, until it waits for groups or engines
 
 Knows neither how groups are generated nor how weights reach the engines.
@@ -22,79 +22,6 @@ from skyrl_async.training.protocol import WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
-
-
-class MiniBatches:
-    """Takes the groups of each step out of the buffer.
-
-    Args:
-        run: its settings say how many groups, under which staleness policy, and whether they are streamed.
-        lease: a lease on the training devices; released while waiting for a group.
-        step_advantages: computed per group with streaming, else for all groups of a step.
-    """
-
-    def __init__(self, run: Run, *, lease: DeviceLease, step_advantages: StepAdvantages) -> None:
-        self._run = run
-        self._lease = lease
-        self._step_advantages = step_advantages
-
-    async def groups(self, figures: StepFigures) -> AsyncIterator[Group]:
-        """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
-        collected: list[Group] = []
-        for num_taken in range(self._run.settings.mini_batch_size):
-            with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
-                async with self._run.shutdown.interruptible(wait_for_step=True):
-                    group = await self._next_group(self._run.settings.mini_batch_size - num_taken, figures)
-            if group is None:
-                break
-            self._run.groups_in_step.append(group)
-            await self._run.staleness.on_rollout_trained(group.admission_index)
-            if self._run.settings.stream_mini_batch:
-                yield self._with_advantages([group], figures)[0]
-            else:
-                collected.append(group)
-        if collected:
-            for group in self._with_advantages(sorted(collected, key=lambda g: g.admission_index), figures):
-                yield group
-
-    def _with_advantages(self, groups: Sequence[Group], figures: StepFigures) -> Sequence[Group]:
-        """Groups with advantages. Token counts exclude tokens masked for staleness."""
-
-        def masked_group(group: Group) -> Group:
-            return self._run.settings.staleness_policy.masked_group(
-                group, figures.trained_version, figures.max_staleness_steps
-            )
-
-        return self._step_advantages(groups, masked_group)
-
-    async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
-        """Return the oldest finished group that may be trained; requeue groups that the staleness policy drops."""
-        policy, staleness = self._run.settings.staleness_policy, self._run.staleness
-        while (group := await self._next_finished(num_free, figures)) and policy.is_dropped(
-            group.scheduled_version, staleness
-        ):
-            await self._run.workers.requeue_finished(group)
-        return group
-
-    async def _next_finished(self, num_free: int, figures: StepFigures) -> Group | None:
-        """Return the oldest finished group that the staleness policy does not hold back."""
-
-        def is_allowed(group: Group) -> bool:
-            if self._run.settings.deterministic:
-                return group.admission_index == self._run.staleness.first_open_index()
-            return self._run.settings.staleness_policy.may_train(group, self._run.staleness, num_free)
-
-        held_before = self._run.buffer.held_seconds
-        must_wait = not self._run.buffer.can_give(is_allowed)
-        if must_wait:
-            self._lease.release()
-        await self._run.staleness.notify_trainer_waiting(must_wait)
-        group = await self._run.buffer.get(is_allowed)
-        await self._run.staleness.notify_trainer_waiting(False)
-        held_seconds = self._run.buffer.held_seconds - held_before
-        if held_seconds and group and not self._run.settings.deterministic:
-            figures.add_wait(group, held_seconds)
-        return group
 
 
 class TrainStage:
@@ -120,34 +47,29 @@ class TrainStage:
         self._run = run
         self._settings = run.settings
         self._policy = policy
-        self._mini_batches = MiniBatches(run, lease=lease, step_advantages=step_advantages)
         self._weight_update = weight_update
         self._lease = lease
         self._step_advantages = step_advantages
-        self._beside_validation = OverlapThroughput(
+        self.beside_validation = OverlapThroughput(
             lambda: run.board.stage("validation").statistics()["processing_seconds"]
         )
+        """Training throughput during validation, relative to the throughput without."""
         self.is_torn = False
         """Whether an optimizer step was cut off: the policy holds no version then."""
-
-    @property
-    def throughput_beside_validation(self) -> float | None:
-        """Training throughput during validation, relative to the throughput without; None where unknown."""
-        return self._beside_validation.ratio
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes prepared groups; produces trained steps with copied weights; waits for groups and for the gate; unblocked by both."""
         stage = self._run.board.stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
-            self._beside_validation.lap()
+            self.beside_validation.lap()
             figures = self._next_figures()
             while not self._is_done() and not self._run.shutdown.is_requested:
                 try:
                     trained = await self._train_step(lane, figures)
                 finally:
                     self._lease.release()
-                    self._beside_validation.lap()
+                    self.beside_validation.lap()
                 if trained is None:
                     break
                 lane.wait_for_output()
@@ -180,13 +102,13 @@ class TrainStage:
         checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
         upcoming.add_seconds("wait_for_publish", loop.time() - started - checkpoint_seconds)
         upcoming.began_at += checkpoint_seconds
-        self._beside_validation.lap(left_out_s=checkpoint_seconds)
+        self.beside_validation.lap(left_out_s=checkpoint_seconds)
 
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
         """Take one optimizer step on the next mini-batch; None when no group is left, or on a shutdown."""
         version = figures.trained_version + 1
         try:
-            async for group in self._mini_batches.groups(figures):
+            async for group in self._groups(figures):
                 await self._lease_devices(figures)
                 with lane.processing(group.uid):
                     await self._add_gradients(group, figures)
@@ -209,6 +131,55 @@ class TrainStage:
                 self._run.recorder.totals.add_step(figures)
         return trained
 
+    async def _groups(self, figures: StepFigures) -> AsyncIterator[Group]:
+        """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
+        collected: list[Group] = []
+        for num_taken in range(self._settings.mini_batch_size):
+            with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
+                async with self._run.shutdown.interruptible(wait_for_step=True):
+                    group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
+            if group is None:
+                break
+            self._run.groups_in_step.append(group)
+            await self._run.staleness.on_rollout_trained(group.admission_index)
+            collected.append(group)
+            if self._settings.stream_mini_batch:
+                yield self._with_advantages([collected.pop()], figures)[0]
+        for group in self._with_advantages(sorted(collected, key=lambda g: g.admission_index), figures):
+            yield group
+
+    def _with_advantages(self, groups: Sequence[Group], figures: StepFigures) -> Sequence[Group]:
+        """Groups with advantages. Token counts exclude tokens masked for staleness."""
+        return self._step_advantages(groups, lambda group: self._masked(group, figures)) if groups else ()
+
+    def _masked(self, group: Group, figures: StepFigures) -> Group:
+        """The group without the tokens that the staleness policy masks."""
+        policy = self._settings.staleness_policy
+        return policy.masked_group(group, figures.trained_version, figures.max_staleness_steps)
+
+    async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
+        """Return the oldest finished group that may be trained; requeue groups that the staleness policy drops."""
+        run, policy = self._run, self._settings.staleness_policy
+
+        def is_allowed(group: Group) -> bool:
+            if self._settings.deterministic:
+                return group.admission_index == run.staleness.first_open_index()
+            return policy.may_train(group, run.staleness, num_free)
+
+        while True:
+            held_before, must_wait = run.buffer.held_seconds, not run.buffer.can_give(is_allowed)
+            if must_wait:
+                self._lease.release()
+            await run.staleness.notify_trainer_waiting(must_wait)
+            group = await run.buffer.get(is_allowed)
+            await run.staleness.notify_trainer_waiting(False)
+            held_seconds = run.buffer.held_seconds - held_before
+            if held_seconds and group and not self._settings.deterministic:
+                figures.add_wait(group, held_seconds)
+            if group is None or not policy.is_dropped(group.scheduled_version, run.staleness):
+                return group
+            await run.workers.requeue_finished(group)
+
     async def _step(self, figures: StepFigures) -> dict[str, float]:
         """Take the optimizer step after all gradients are added; returns the policy's values, by metric name."""
         version = figures.trained_version + 1
@@ -226,12 +197,11 @@ class TrainStage:
 
     async def _add_gradients(self, group: Group, figures: StepFigures) -> None:
         """Train on a group, without the tokens that the staleness policy masks."""
-        version = figures.trained_version
-        masked = self._settings.staleness_policy.masked_group(group, version, figures.max_staleness_steps)
+        masked = self._masked(group, figures)
         reduced = self._settings.aggregation(masked.trajectories)
         timed = self._run.recorder.timed(figures, "forward_backward", track="training")
-        with timed, self._beside_validation.piece(masked.num_sampled_tokens):
-            sums = await self._policy.forward_backward(reduced.trajectories, masked.advantages, version)
+        with timed, self.beside_validation.piece(masked.num_sampled_tokens):
+            sums = await self._policy.forward_backward(reduced.trajectories, masked.advantages, figures.trained_version)
             _set_wait_apart(figures, "forward_backward", sums)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)

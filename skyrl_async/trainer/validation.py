@@ -1,22 +1,162 @@
-"""Validation as a stage of its own: held-out prompts at one version, while training continues.
+"""Held-out prompts: an evaluator runs them, and a stage of its own runs it at one version while training continues.
 
     param_update ──version──> Validation ──figures, at that version──> log
          ^                        │
          └── with ``pins_version`` the next publish waits for its end
 
-Knows neither what is trained nor how engines get a version.
+Knows neither what is trained nor how engines get a version. Without ``pins_version`` a result names the versions that its tokens were
+sampled under.
 """
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.rollout.failed_samples import OnFailedSamples
+from skyrl_async.rollout.generator import Generator, GroupRequest
+from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.runtime.outages import Deadlines
+from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, run_stage
-from skyrl_async.trainer.evaluator import EvaluationResult, Evaluator
-from skyrl_async.trainer.run import Run
+from skyrl_async.runtime.tasks import run_together
+from skyrl_async.samples import samples_of
+from skyrl_async.trainer.run import Run, is_due
+from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Means over all trajectories of all prompts whose rollouts succeeded."""
+
+    reward: float
+    standard_error: float
+    """Standard error of ``reward``, over prompts."""
+    response_tokens: float
+    """Mean sampled tokens per trajectory."""
+    truncated_frac: float
+    num_tokens: int
+    """Sampled tokens."""
+    num_prompts: int
+    num_failed: int
+    """Prompts left out because their rollouts failed."""
+    versions: tuple[int, int]
+    """Oldest and newest policy version that a token was sampled under."""
+
+    def values(self) -> dict[str, float]:
+        """Return the values by metric name."""
+        return {
+            "reward/eval": self.reward,
+            "reward/eval_standard_error": self.standard_error,
+            "eval/response_tokens_mean": self.response_tokens,
+            "eval/truncated_frac": self.truncated_frac,
+            "eval/failed_prompts": float(self.num_failed),
+            "eval/version_min": float(self.versions[0]),
+            "eval/version_max": float(self.versions[1]),
+        }
+
+
+class Evaluator:
+    """Evaluates on the first prompts of a held-out set.
+
+    Args:
+        generator: generates the trajectories of a prompt.
+        prompts: held out of training.
+        num_samples: trajectories per prompt.
+        sampling: how to sample.
+        max_concurrent: prompts in flight at once.
+        retries: deadline and retries of a rollout.
+        deadlines: suspends deadlines in an outage.
+    """
+
+    def __init__(
+        self,
+        *,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: SamplingParams,
+        max_concurrent: int,
+        retries: RetrySettings,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        filled = replace(retries, on_failed_samples=OnFailedSamples.TRAIN_REST)
+        self._retrier = RolloutRetrier(generator, filled, deadlines)
+        self._prompts = tuple(prompts)
+        self._num_samples = num_samples
+        self._sampling = sampling
+        self._max_concurrent = max_concurrent
+
+    async def evaluate(self, num_prompts: int, *, priority: int = 0) -> EvaluationResult | None:
+        """Run the first ``num_prompts`` prompts; None when there are none.
+
+        ``priority`` is the priority of the requests: with that of a group admitted now, neither they nor training starve.
+
+        A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
+        ``NoEngineError``.
+        """
+        prompts = self._prompts[:num_prompts]
+        if not prompts:
+            return None
+        slots = asyncio.Semaphore(self._max_concurrent)
+        failures: list[tuple[Prompt, Exception]] = []
+
+        async def run_rollout(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
+            async with slots:
+                try:
+                    return await self._retrier.generate(
+                        GroupRequest(
+                            prompt=prompt,
+                            num_samples=self._num_samples,
+                            sampling=self._sampling,
+                            seed=index,
+                            priority=priority,
+                            is_evaluation=True,
+                        )
+                    )
+                except NoEngineError:
+                    raise
+                except Exception as error:
+                    logger.error("evaluation of %s failed for good: %r", prompt.uid, error)
+                    failures.append((prompt, error))
+                    return ()
+
+        groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
+        if len(failures) == len(prompts):
+            prompt, error = failures[-1]
+            raise GenerationError(
+                f"all {len(prompts)} evaluation rollouts failed; the last one ({prompt.uid}): {type(error).__name__}: {error}"
+            ) from error
+        return _averaged([group for group in groups if group], len(failures))
+
+    def statuses(self) -> list[list[RolloutStatus]]:
+        """Return what each prompt in flight is doing, the oldest first."""
+        return self._retrier.statuses()
+
+
+def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> EvaluationResult:
+    by_prompt = [samples_of(group) for group in groups]
+    rewards = [sum(s.reward for s in samples) / len(samples) for samples in by_prompt]
+    every = [sample for samples in by_prompt for sample in samples]
+    mean = sum(rewards) / len(rewards)
+    variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
+    num_tokens = sum(sample.num_sampled_tokens for sample in every)
+    versions = {version for group in groups for row in group for version in row.versions} - {ENVIRONMENT_VERSION}
+    return EvaluationResult(
+        reward=mean,
+        standard_error=(variance / len(rewards)) ** 0.5,
+        response_tokens=num_tokens / len(every),
+        truncated_frac=sum(sample.is_truncated for sample in every) / len(every),
+        num_tokens=num_tokens,
+        num_prompts=len(groups),
+        num_failed=num_failed,
+        versions=(min(versions, default=0), max(versions, default=0)),
+    )
 
 
 class Validation:
@@ -24,10 +164,10 @@ class Validation:
 
     Args:
         run: its settings say when, its recorder logs.
-        evaluator: runs held-out prompts; None evaluates nothing.
+        evaluator: runs held-out prompts; without prompts nothing is evaluated.
     """
 
-    def __init__(self, run: Run, evaluator: Evaluator | None) -> None:
+    def __init__(self, run: Run, evaluator: Evaluator) -> None:
         self._run = run
         self._settings = run.settings.validation
         self._evaluator = evaluator
@@ -35,37 +175,39 @@ class Validation:
         self._requested_version = 0
         self._has_ended = False
 
-    @property
-    def is_done_at_the_end(self) -> bool:
-        """Whether the last version is evaluated after training."""
-        return self._settings.at_the_end
-
     def is_due(self, version: int) -> bool:
         """Whether ``version`` is to be evaluated while training continues."""
-        interval = self._settings.interval_steps
-        return self._evaluator is not None and bool(interval) and version % interval == 0
+        return is_due(self._settings.interval_steps, version)
 
-    def is_owed(self, version: int) -> bool:
-        """Whether an evaluation due at ``version`` or before it is neither done nor requested.
+    def request_if_owed(self, version: int) -> None:
+        """Evaluate ``version``, which the engines serve, if an evaluation due at it or before it is neither done nor requested.
 
-        A version that was due may have been lost on its way to the engines, or a shutdown may have cut its evaluation short.
+        A version that was due may have been lost on its way to the engines, or a shutdown may have cut its evaluation short. After an
+        evaluation in progress, the version served by then is evaluated.
         """
-        interval = self._settings.interval_steps
-        if self._evaluator is None or not interval:
-            return False
-        newest = max(self._requested_version, self._run.recorder.totals.evaluated_version)
-        return version - version % interval > newest
+        interval, is_last = self._settings.interval_steps, version == self._run.settings.num_steps
+        if not interval or (is_last and self._settings.at_the_end):
+            return
+        if version - version % interval <= max(self._requested_version, self._run.recorder.totals.evaluated_version):
+            return
+        self._requested_version = version
+        if len(self._versions):
+            logger.warning(
+                "no evaluation of step %d: the one before has not begun, and will be of a later step", version
+            )
+            return
+        self._versions.put_nowait(version)
 
     async def before_training(self) -> EvaluationResult | None:
         """Evaluate the version that training begins with, if configured."""
-        return await self._evaluate_alone() if self._settings.before_training else None
+        return await self._evaluate_alone(is_asked=self._settings.before_training)
 
     async def at_the_end(self) -> EvaluationResult | None:
         """Evaluate the last version, if configured."""
-        return await self._evaluate_alone() if self._settings.at_the_end else None
+        return await self._evaluate_alone(is_asked=self._settings.at_the_end)
 
     async def run(self) -> None:
-        """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by ``request`` and ``close``."""
+        """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by requests and ``close``."""
 
         async def evaluate(requested_version: int) -> None:
             is_another = self._run.staleness.served_version != requested_version
@@ -76,24 +218,8 @@ class Validation:
         async def logged(_: None) -> None:
             pass
 
-        await run_stage(
-            self._run.board.stage("validation"),
-            self._versions,
-            evaluate,
-            logged,
-            name_of=lambda _: self._item,
-            finishes=False,
-        )
-
-    def request(self, version: int) -> None:
-        """Evaluate ``version``, which the engines serve; after an evaluation in progress, the version served by then."""
-        self._requested_version = version
-        if len(self._versions):
-            logger.warning(
-                "no evaluation of step %d: the one before has not begun, and will be of a later step", version
-            )
-            return
-        self._versions.put_nowait(version)
+        stage = self._run.board.stage("validation")
+        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda _: self._item, finishes=False)
 
     async def release_version(self) -> None:
         """Wait until another version may be loaded. Unblocked by the end of an evaluation that pins its version."""
@@ -109,17 +235,15 @@ class Validation:
     def _item(self) -> str:
         return f"version {self._run.staleness.served_version}"
 
-    async def _evaluate_alone(self) -> EvaluationResult | None:
+    async def _evaluate_alone(self, *, is_asked: bool) -> EvaluationResult | None:
         """Evaluate while nothing is trained."""
-        if self._evaluator is None:
+        if not is_asked:
             return None
         with self._run.board.stage("validation").lane() as lane, lane.processing(self._item):
             return await self._evaluate(self._settings.num_prompts)
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
         """Evaluate the version served now; None where there is nothing to evaluate, or on a shutdown."""
-        if self._evaluator is None:
-            return None
         loop = asyncio.get_running_loop()
         step, started = self._run.staleness.served_version, loop.time()
         result: EvaluationResult | None = None

@@ -8,11 +8,8 @@ Knows when each of these is due, not how it is done. Loading overlaps all of the
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
 
 from skyrl_async.errors import PublishError
 from skyrl_async.metrics.step import StepFigures
@@ -22,42 +19,9 @@ from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.run_state import RunSaver
 from skyrl_async.trainer.validation import Validation
-from skyrl_async.weight_sync.publisher import PublishTimes
+from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
 logger = logging.getLogger(__name__)
-
-
-class Publisher(Protocol):
-    """What the trainer needs of weight sync."""
-
-    @property
-    def keeps_served_version(self) -> bool:
-        """Whether the served version stays loadable for a new engine while the next version is sent."""
-        ...
-
-    def trained(self, version: int) -> None:
-        """Note that the policy holds ``version`` now, whether or not it will be published."""
-        ...
-
-    async def gather(self, version: int) -> None:
-        """Copy the weights; on return they may change."""
-        ...
-
-    async def send(self, version: int) -> bool:
-        """Send the copy to where engines load it; False where it is lost and a newer version has to follow."""
-        ...
-
-    async def load(self) -> PublishTimes | None:
-        """Make every engine serve the version sent; None where they do already."""
-        ...
-
-    async def publish(self, version: int) -> PublishTimes:
-        """Gather, send and load."""
-        ...
-
-    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Compare the engines with the trained weights; returns values by metric name."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,14 +49,7 @@ class WeightUpdateStage:
         saver: writes checkpoints.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        publisher: Publisher,
-        validation: Validation,
-        saver: RunSaver,
-    ) -> None:
+    def __init__(self, run: Run, *, publisher: WeightPublisher, validation: Validation, saver: RunSaver) -> None:
         self._run = run
         self._settings = run.settings
         self._publisher = publisher
@@ -105,55 +62,57 @@ class WeightUpdateStage:
         self.is_cut = False
         """Whether a shutdown has cut a publish short."""
 
+    async def publish_first(self, version: int) -> None:
+        """Make every engine serve the version that training begins with, and check it."""
+        times = await self._publisher.publish(version)
+        self._run.recorder.totals.pauses.append(times.pause)
+        await self._check(version, is_first=True)
+
     async def gather(self, trained: TrainedStep) -> None:
         """Copy a step's weights if they are to be published; on return they may change."""
         self._unlogged.append(trained)
-        version = trained.version
-        self._publisher.trained(version)
-        if not self._is_to_be_published(version):
-            return
-        started = asyncio.get_running_loop().time()
-        await self._publisher.gather(version)
-        trained.gathered_at = started
-        self._run.gate.copied(version)
+        self._publisher.trained(trained.version)
+        if self._is_to_be_published(trained.version):
+            started = asyncio.get_running_loop().time()
+            await self._publisher.gather(trained.version)
+            trained.gathered_at = started
+            self._run.gate.copied(trained.version)
+
+    def _is_to_be_published(self, version: int) -> bool:
+        """Whether a publish is due: at its interval, at the end, and before an evaluation, check or checkpoint of the version."""
+        settings = self._settings
+        intervals = settings.publish_every_steps, settings.check_interval_steps, settings.checkpoint_interval_steps
+        is_needed = self._owes_version or self._validation.is_due(version) or version == settings.num_steps
+        return is_needed or any(is_due(interval, version) for interval in intervals)
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
-        await self._request_validation(
-            self._run.staleness.served_version
-        )  # an evaluation that the resumed run did not finish
+        self._validation.request_if_owed(self._run.staleness.served_version)  # what the resumed run did not finish
+        stage = self._run.board.stage("param_update")
         await run_stage(
-            self._run.board.stage("param_update"),
-            steps,
-            self._bring_to_engines,
-            self._finish,
-            name_of=lambda trained: f"version {trained.version}",
+            stage, steps, self._bring_to_engines, self._finish, name_of=lambda trained: f"version {trained.version}"
         )
         self._validation.close()
 
     async def _bring_to_engines(self, trained: TrainedStep) -> TrainedStep:
         """Publish a step, log it, and save it where that is due."""
-        version, figures = trained.version, trained.figures
+        version = trained.version
         values: dict[str, float] = {}
-
-        def log() -> None:
-            self._log(trained, values)
-
         try:
             if trained.gathered_at is not None:
                 async with self._run.shutdown.interruptible(wait_for_step=True):
-                    trained.is_published = await self._send_and_load(version, trained.gathered_at, figures)
-                    if trained.is_published:
-                        values |= await self._check_if_due(version)
+                    trained.is_published = await self._publish_step(trained, trained.gathered_at)
+                    if trained.is_published and is_due(self._settings.check_interval_steps, version):
+                        values = await self._check(version)
         except ShutdownRequested:
-            trained.is_published, self.is_cut = False, True
-            logger.warning("step %d is trained and not published", version)
-            log()
+            trained.is_published = False
+            self._cut(version)
+            self._log(trained, values)
         except BaseException:
-            log()
+            self._log(trained, values)
             raise
         else:
-            await self._log_and_save(version, figures, log)
+            await self._log_and_save(trained, values)
             if trained.is_published:
                 await self._run.staleness.notify_capacity_change(version)
             with suppress(ShutdownRequested):
@@ -164,58 +123,32 @@ class WeightUpdateStage:
 
     async def _finish(self, trained: TrainedStep) -> None:
         if trained.is_published:
-            await self._request_validation(trained.version)
+            self._validation.request_if_owed(trained.version)
         self._run.gate.through(trained.version)
 
-    def _log(self, trained: TrainedStep, values: Mapping[str, float] = MappingProxyType({})) -> None:
-        self._unlogged.remove(trained)
-        self._run.recorder.log_step(
-            trained.figures, trained.policy_values, {**values, **self._state_values(trained.figures)}
-        )
-
-    def _state_values(self, figures: StepFigures) -> dict[str, float]:
-        run = self._run
-        return {
-            "async/buffer_groups": float(len(run.buffer)),
-            "async/running_groups": float(run.staleness.num_running),
-            "checkpoint/failures": float(self._saver.num_failures),
-            "trainer/epoch": float(run.dataloader.epoch),
-            **(run.watchdog.values() if run.watchdog else {}),
-            **run.board.values(),
-            "trainer/idle_frac": figures.seconds.get("wait_for_groups", 0.0) / max(figures.seconds["step"], 1e-9),
-        }
-
-    def log_the_rest(self) -> None:
-        """Log the steps that will not be published because the run ends; a checkpoint holds them."""
-        for trained in tuple(self._unlogged):
-            self._log(trained)
-
-    async def _send_and_load(self, version: int, gathered_at: float, figures: StepFigures) -> bool:
-        """Make every engine serve a copied version; False where the copy was lost."""
-        if not await self._send(version):
-            self._owes_version = True
+    async def _publish_step(self, trained: TrainedStep, gathered_at: float) -> bool:
+        """Make every engine serve a trained step; False where the copy was lost."""
+        times, figures = await self._publish(trained.version), trained.figures
+        if times is None:
             return False
-        if not is_due(self._settings.check_interval_steps, version):
-            self._run.gate.sent(version)
-        times = await self._load()
         for name in ("gather", "send", "stage", "acknowledge", "load", "pause"):
             figures.add_seconds(name, getattr(times, name))
         figures.add_seconds("publish", asyncio.get_running_loop().time() - gathered_at)
         return True
 
-    async def _send(self, version: int) -> bool:
-        """Send a copied version; False where the copy was lost."""
+    async def _publish(self, version: int) -> PublishTimes | None:
+        """Make every engine serve a copied version; None where the copy was lost."""
         if not self._publisher.keeps_served_version:
             await self._until_version_may_change()  # after that no engine could start with the version that they need
-        return await self._publisher.send(version)
-
-    async def _load(self) -> PublishTimes:
-        """Make every engine serve the version sent."""
+        self._owes_version = not await self._publisher.send(version)
+        if self._owes_version:
+            return None
+        if not is_due(self._settings.check_interval_steps, version):
+            self._run.gate.sent(version)
         if self._publisher.keeps_served_version:
             await self._until_version_may_change()
         times = await self._publisher.load()
         assert times is not None, "it was sent"
-        self._owes_version = False
         self._run.recorder.totals.pauses.append(times.pause)
         return times
 
@@ -233,59 +166,50 @@ class WeightUpdateStage:
         try:
             async with self._run.shutdown.interruptible(wait_for_step=True):
                 await self._publisher.gather(version)
-                if not await self._send(version):
+                if await self._publish(version) is None:
                     raise PublishError(f"version {version} is lost, and no step follows it")
-                await self._load()
         except ShutdownRequested:
-            self.is_cut = True
-            logger.warning("step %d is trained and not published", version)
+            self._cut(version)
         else:
             await self._run.staleness.notify_capacity_change(version)
 
-    async def _request_validation(self, version: int) -> None:
-        is_left_to_the_end = version == self._settings.num_steps and self._validation.is_done_at_the_end
-        if not is_left_to_the_end and self._validation.is_owed(version):
-            self._validation.request(version)
+    def _cut(self, version: int) -> None:
+        self.is_cut = True
+        logger.warning("step %d is trained and not published", version)
 
-    def _is_to_be_published(self, version: int) -> bool:
-        """Whether a publish is due: at its interval, at the end, and before an evaluation, check or checkpoint of the version."""
-        return (
-            self._owes_version
-            or is_due(self._settings.publish_every_steps, version)
-            or is_due(self._settings.check_interval_steps, version)
-            or is_due(self._settings.checkpoint_interval_steps, version)
-            or self._validation.is_due(version)
-            or version == self._settings.num_steps
-        )
-
-    async def _log_and_save(self, version: int, figures: StepFigures, log: Callable[[], None]) -> None:
-        """Log before saving: a run killed in between trains the step again, a run killed later has its record."""
-        if not is_due(self._settings.checkpoint_interval_steps, version):
-            log()
-            return
-        with self._run.recorder.timed(figures, "checkpoint", track="training"):
-            await self._saver.write(on_taken=log)
-        self._run.recorder.log(
-            version,
-            {
-                "timing/checkpoint": figures.seconds["checkpoint"],
-                "checkpoint/failures": float(self._saver.num_failures),
-            },
-        )
-
-    async def publish_first(self, version: int) -> None:
-        """Make every engine serve the version that training begins with, and check it."""
-        times = await self._publisher.publish(version)
-        self._run.recorder.totals.pauses.append(times.pause)
+    async def _check(self, version: int, *, is_first: bool = False) -> dict[str, float]:
+        """Compare the engines with the policy, which still holds the same version."""
         with self._run.recorder.trace.span("check", track="publish", version=version):
-            await self._publisher.check(version, is_first=True)
+            return await self._publisher.check(version, is_first=is_first)
+
+    async def _log_and_save(self, trained: TrainedStep, values: dict[str, float]) -> None:
+        """Log before saving: a run killed in between trains the step again, a run killed later has its record."""
+        if not is_due(self._settings.checkpoint_interval_steps, trained.version):
+            self._log(trained, values)
+            return
+        with self._run.recorder.timed(trained.figures, "checkpoint", track="training"):
+            await self._saver.write(on_taken=lambda: self._log(trained, values))
+        seconds, num_failures = trained.figures.seconds["checkpoint"], float(self._saver.num_failures)
+        self._run.recorder.log(trained.version, {"timing/checkpoint": seconds, "checkpoint/failures": num_failures})
+
+    def _log(self, trained: TrainedStep, values: dict[str, float]) -> None:
+        self._unlogged.remove(trained)
+        run, seconds = self._run, trained.figures.seconds
+        state = {
+            "async/buffer_groups": float(len(run.buffer)),
+            "async/running_groups": float(run.staleness.num_running),
+            "checkpoint/failures": float(self._saver.num_failures),
+            "trainer/epoch": float(run.dataloader.epoch),
+            **(run.watchdog.values() if run.watchdog else {}),
+            **run.board.values(),
+            "trainer/idle_frac": seconds.get("wait_for_groups", 0.0) / max(seconds["step"], 1e-9),
+        }
+        run.recorder.log_step(trained.figures, trained.policy_values, {**values, **state})
+
+    def log_the_rest(self) -> None:
+        """Log the steps that will not be published because the run ends; a checkpoint holds them."""
+        for trained in tuple(self._unlogged):
+            self._log(trained, {})
 
     def _is_dropped(self, admission: Admission) -> bool:
         return self._settings.staleness_policy.is_dropped(admission.scheduled_version, self._run.staleness)
-
-    async def _check_if_due(self, version: int) -> dict[str, float]:
-        """Compare the engines with the policy, which still holds the same version."""
-        if not is_due(self._settings.check_interval_steps, version):
-            return {}
-        with self._run.recorder.trace.span("check", track="publish", version=version):
-            return await self._publisher.check(version, is_first=False)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
-from skyrl_async.rollout.sample_state import SampleState, fields_of
+from skyrl_async.rollout.group_state import SampleState, fields_of
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
 

@@ -16,7 +16,7 @@ from skyrl_async.errors import GenerationError, PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentCalls, EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import EpisodeState, Turn, TurnRequest
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
-from skyrl_async.rollout.sample_state import SampleState
+from skyrl_async.rollout.group_state import SampleState
 from skyrl_async.rollout.sampler import Sampler, record_tokens
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report

@@ -27,7 +27,7 @@ from skyrl_async.algorithms.policy_losses import (
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
 from skyrl_async.errors import TrainingError
-from skyrl_async.rollout.group_state import group_from_json, group_to_json
+from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import SimulationSettings, build_simulation
 from skyrl_async.training.backends.assembly import make_objective
@@ -236,7 +236,7 @@ def test_marks_are_of_a_step_and_no_part_of_a_checkpoint() -> None:
     assert any(row.marks != (0,) for row in group.trajectories)
     saved = group_to_json(group)
     assert all("marks" not in row for row in saved["trajectories"])
-    assert [row.marks for row in group_from_json(saved).trajectories] == [None, None]
+    assert [row.marks for row in from_json(Group, saved).trajectories] == [None, None]
 
 
 def test_in_the_loop_all_groups_of_a_step_are_marked_together() -> None:

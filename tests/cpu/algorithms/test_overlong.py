@@ -18,9 +18,9 @@ from skyrl_async.composition.parts import check_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.rollout.finished_group_filter import NoSignal, SignalFilter, SignalSettings
+from skyrl_async.rollout.finished_group_filter import NoSignal, no_signal
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.group_state import group_from_json, group_to_json
+from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.samples import Sample, live_samples_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
@@ -139,7 +139,7 @@ def test_shapes_apply_in_order_to_samples_and_all_their_rows() -> None:
 def test_a_group_of_a_checkpoint_is_shaped_anew_and_not_twice() -> None:
     penalise = penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)
     first = shape_rewards(group(row(1.0, 5), row(0.0, 7)), [penalise])
-    again = group_from_json(json.loads(json.dumps(group_to_json(first))))
+    again = from_json(Group, json.loads(json.dumps(group_to_json(first))))
     assert shape_rewards(again, [penalise]) == first
 
 
@@ -162,10 +162,7 @@ def test_a_group_of_right_answers_has_no_signal_whatever_their_lengths_cost() ->
     right = shape_rewards(
         group(row(1.0, 2), row(1.0, 9)), [penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)]
     )
-    assert (
-        SignalFilter(SignalSettings(max_in_a_row=0, tolerance=0.0)).classify("u", right.trajectories)
-        is NoSignal.ALL_ONE
-    )
+    assert no_signal(right.trajectories, 0.0) is NoSignal.ALL_ONE
 
 
 class Cutting(ModelledGenerator):

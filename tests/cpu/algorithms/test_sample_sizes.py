@@ -71,6 +71,7 @@ def test_fresh_tokens_are_worth_what_they_number_whatever_row_is_empty() -> None
     assert shares == {"policy/ess": 1.0, "policy/sequence_ess": 1.0, "policy/lag0_ess": 1.0}
 
 
+@pytest.mark.slow
 async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient_and_is_counted_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -226,7 +226,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory = tmp_path_factory.mktemp("run")
         killed_after(25.0, LONG_TAILED, directory, kind)
         found[kind] = latest(directory)
-        assert sum(group.num_tokens for group in read_state(found[kind]).running) > 0
+        assert sum(group.num_sampled_tokens for group in read_state(found[kind]).running) > 0
     return found
 
 
@@ -285,7 +285,7 @@ def test_contract_7_groups_of_a_generator_that_takes_no_part_begin_anew_and_are_
     simulation, _ = resumed(LONG_TAILED, checkpoints["single turn"], "single turn", tmp_path, generator_over=Forgetful)
     assert simulation.trainer.totals.restarted_trajectories == sum(group.num_samples for group in running)
     assert simulation.trainer.totals.resumed_trajectories == 0
-    assert simulation.trainer.totals.wasted_tokens == sum(group.num_tokens for group in running)
+    assert simulation.trainer.totals.wasted_tokens == sum(group.num_sampled_tokens for group in running)
     assert simulation.dataloader.statistics()["trained_total"] == 36
     written = [read_state(path).running for path in tmp_path.glob("global_step_*")]
     assert all(not group.samples for groups in written for group in groups) and any(written)
@@ -303,7 +303,7 @@ def test_with_another_group_size_or_sampling_running_groups_begin_anew(
     assert f"its {len(running)} running groups begin anew" in caplog.text
     totals = simulation.trainer.totals
     assert totals.restarted_trajectories == len(running) * job.group_size and totals.resumed_trajectories == 0
-    assert totals.wasted_tokens == sum(group.num_tokens for group in running)
+    assert totals.wasted_tokens == sum(group.num_sampled_tokens for group in running)
     assert simulation.dataloader.statistics()["trained_total"] == 36
 
 

@@ -23,7 +23,7 @@ from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
@@ -270,7 +270,7 @@ async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(pai
         outages=outages,
         outage_timeout_s=PATIENCE_S,
     )
-    retrier = RolloutRetrier(generator, max_retries=0, timeout_s=PATIENCE_S, deadlines=pair.deadlines)
+    retrier = RolloutRetrier(generator, RetrySettings(max_retries=0, timeout_s=PATIENCE_S), pair.deadlines)
     prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
     request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
     async with asyncio.TaskGroup() as tasks:

@@ -215,7 +215,7 @@ def test_after_the_deadline_without_engines_the_run_ends_with_a_checkpoint_from_
         assert saved.step == step > 1 and step % 7
         num_open = saved.next_admission_index - 4 * step
         assert len(saved.running) == num_open - len(saved.groups) > 0 and all(group.num_kept for group in saved.running)
-        assert sum(group.num_tokens for group in saved.running) > 100
+        assert sum(group.num_sampled_tokens for group in saved.running) > 100
         assert saved.totals["wasted_tokens"] == 0, "they are kept"
         return step
 
@@ -275,7 +275,7 @@ def test_contract_7_a_publish_that_ends_the_run_costs_no_token(tmp_path: Path) -
     saved = read_state(newest)
     assert saved.step == failed.trainer.trained_version == failed.trainer.served_version + 1
     num_sampled = sum(engine.num_sampled_tokens for engine in failed.engines)
-    num_running = sum(group.num_tokens for group in saved.running)
+    num_running = sum(group.num_sampled_tokens for group in saved.running)
     assert (saved.totals["generated_tokens"] + num_running, saved.totals["wasted_tokens"]) == (num_sampled, 0)
     assert len(saved.running) > 2 and num_running > 500
     (values,) = (values for step, values in failed.logged if step == saved.step)

@@ -20,7 +20,7 @@ from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
-from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -106,10 +106,12 @@ def run(
 ) -> RolloutResult:
     retrier = RolloutRetrier(
         generator,
-        max_retries=max_retries,
-        timeout_s=TIMEOUT_S,
-        on_failed_samples=policy,
-        backoff=backoff or Backoff(base_s=0, max_s=0),
+        RetrySettings(
+            max_retries=max_retries,
+            timeout_s=TIMEOUT_S,
+            on_failed_samples=policy,
+            backoff=backoff or Backoff(base_s=0, max_s=0),
+        ),
     )
     return run_in_virtual_time(retrier.run_rollout(group or request()))
 
@@ -162,7 +164,9 @@ def test_drop_fails_the_group_at_its_first_loss() -> None:
 
 
 def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
-    retrier = RolloutRetrier(Scripted({0: [FAIL] * 9}), max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
+    retrier = RolloutRetrier(
+        Scripted({0: [FAIL] * 9}), RetrySettings(max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
+    )
     with pytest.raises(ValueError, match="sample 0 broke"):
         run_in_virtual_time(retrier.run_rollout(request()))
     assert (retrier.num_wasted_tokens, retrier.num_retries) == (6, 1)
@@ -254,7 +258,7 @@ def test_no_engine_is_no_failed_rollout_and_waits_for_no_other_sample() -> None:
 
     async def timed() -> float:
         with pytest.raises(NoEngineError):
-            await RolloutRetrier(generator, max_retries=2, timeout_s=TIMEOUT_S).run_rollout(request())
+            await RolloutRetrier(generator, RetrySettings(max_retries=2, timeout_s=TIMEOUT_S)).run_rollout(request())
         return asyncio.get_running_loop().time()
 
     generator = Deserted({})
@@ -298,7 +302,8 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
 
     async def timed() -> tuple[RolloutResult | Exception, float]:
         retrier = RolloutRetrier(
-            generator, max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff
+            generator,
+            RetrySettings(max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff),
         )
         try:
             outcome: RolloutResult | Exception = await retrier.run_rollout(request(num_samples))
@@ -435,6 +440,7 @@ class AsksForTitles(ModelledGenerator):
         return replace(row, metrics={"agent/side_tokens": 14.0, "agent/cut_short": float(index % 2)})
 
 
+@pytest.mark.slow
 def test_tokens_of_side_requests_and_agents_that_were_cut_short_are_said_in_the_summary() -> None:
     plain, titled = (
         simulate(replace(RUN, group_size=4), generator) for generator in (ModelledGenerator, AsksForTitles)
@@ -559,7 +565,7 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
 
     monkeypatch.setattr("skyrl_async.generators.gym.generator._MAX_ENVIRONMENT_CALLS", 1)
     generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make)
-    retrier = RolloutRetrier(generator, max_retries=20, timeout_s=0.3)
+    retrier = RolloutRetrier(generator, RetrySettings(max_retries=20, timeout_s=0.3))
     try:
         (row,) = await retrier.generate(request(1))
         assert row.reward == pytest.approx(0.2) and retrier.num_retries >= 3

@@ -67,6 +67,7 @@ def test_every_row_is_trained_with_its_log_probs_and_the_version_they_are_of() -
     assert max(versions) > 0
 
 
+@pytest.mark.slow
 def test_the_reference_on_a_worker_of_its_own_overlaps_training() -> None:
     apart, seconds_apart = simulate(SETTINGS, prepare_with=one_at_a_time)
 

@@ -17,7 +17,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
+from skyrl_async.rollout.group_state import ResumeCounts, SampleState, SampleStates
 from skyrl_async.rollout.sampler import OpenGeneration
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine

@@ -12,8 +12,8 @@ from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
-from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.rollout.sample_state import ResumeCounts, SampleState, SampleStates
+from skyrl_async.rollout.group_state import ResumeCounts, SampleState, SampleStates
+from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
 from skyrl_async.rollout.sampler import TokenUsage, recording_tokens_to
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Trajectory
@@ -60,7 +60,9 @@ def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleSta
     """Play the group, and take a look at where it stands every half second."""
 
     async def main() -> RolloutResult:
-        retrier = RolloutRetrier(generator, max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
+        retrier = RolloutRetrier(
+            generator, RetrySettings(max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
+        )
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(retrier.run_rollout(replace(request(NUM_SAMPLES), sample_states=saved)))
             await asyncio.sleep(0.25)

@@ -79,7 +79,7 @@ class CapacityRule(RuleBasedStateMachine):
         assert accepted + len(self.running) <= (self.bound + self.manager.served_version + 1) * self.batch
         opened = [a.scheduled_version for a in self.running + self.finished]
         assert all(self.manager.served_version - v <= self.bound for v in opened)
-        drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
+        assert self.manager.num_accepted == accepted
 
     @invariant()
     def what_is_kept_up_with_each_change_equals_what_a_look_at_every_open_group_finds(self) -> None:
@@ -269,12 +269,6 @@ def test_a_group_cannot_end_twice() -> None:
     drive(manager.on_rollout_accepted(admission))
     with pytest.raises(StateError, match="not running"):
         drive_error(manager.on_rollout_accepted(admission))
-
-
-@pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_impossible_limits_are_refused(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="expected max_concurrent_generation_groups >= 1"):
-        _AsyncStalenessManager(*arguments)
 
 
 def test_while_the_trainer_is_busy_finished_groups_keep_their_place() -> None:

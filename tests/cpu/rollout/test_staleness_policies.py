@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
-from skyrl_async.errors import ConfigError
+from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.inference.generation import GenerationState, generate_to_end
 from skyrl_async.metrics.run_totals import BoundCost, RunTotals, needed_bound
 from skyrl_async.metrics.step import StepFigures
-from skyrl_async.rollout.staleness_policies import staleness_policy
+from skyrl_async.rollout.staleness import STALENESS_POLICIES
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
@@ -156,6 +156,7 @@ def test_tokens_that_an_engine_has_not_handed_over_when_a_group_is_given_up_are_
     assert sum(engine.num_sampled_tokens for engine in engines) == totals.trained_tokens + totals.wasted_tokens
 
 
+@pytest.mark.slow
 def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members() -> None:
     simulation = simulate(replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1, group_size=8))
     delivered, totals = simulation.client.statistics()["tokens_total"], simulation.trainer.totals
@@ -163,6 +164,7 @@ def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members()
     assert totals.generated_tokens < delivered, "groups were given up of which some members had finished"
 
 
+@pytest.mark.slow
 def test_without_a_tail_every_policy_trains_the_same_groups() -> None:
     steps = {}
     for policy in ("wait", "mask", "resample", "allow"):
@@ -196,7 +198,7 @@ def group_of(versions: list[list[int]], loss_masks: list[list[int]] | None = Non
 def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], version: int, bound: int) -> None:
     """Version -1 is the environment's; its tokens were never trained."""
     whole = group_of(rows, [[int(v >= 0) for v in row] for row in rows])
-    part = staleness_policy("mask").masked_group(whole, version, bound)
+    part = STALENESS_POLICIES["mask"].masked_group(whole, version, bound)
     for row, trained in zip(whole.trajectories, part.trajectories, strict=True):
         assert trained.loss_mask == tuple(int(v >= 0 and version - v <= bound) for v in row.versions)
         assert replace(trained, loss_mask=row.loss_mask) == row
@@ -208,13 +210,13 @@ def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], vers
 @pytest.mark.parametrize("policy", ["wait", "resample", "allow"])
 def test_other_policies_train_groups_as_they_are(policy: str) -> None:
     whole = group_of([[0, 0, 5]])
-    assert staleness_policy(policy).masked_group(whole, 9, 1) is whole
+    assert STALENESS_POLICIES[policy].masked_group(whole, 9, 1) is whole
 
 
 def test_a_step_whose_tokens_are_all_masked_counts_a_version_and_divides_by_no_zero() -> None:
     figures = StepFigures(trained_version=5, max_staleness_steps=1)
     whole = group_of([[0, 1], [2]])
-    part = staleness_policy("mask").masked_group(whole, 5, 1)
+    part = STALENESS_POLICIES["mask"].masked_group(whole, 5, 1)
     figures.add_group(part, {"num_tokens": 0.0}, whole.num_sampled_tokens - part.num_sampled_tokens)
     assert (figures.num_tokens, figures.num_masked_tokens, figures.loss_denominator) == (0, 3, 1.0)
     figures.add_seconds("step", 1.0)
@@ -243,11 +245,11 @@ def test_the_totals_that_a_checkpoint_holds_do_not_grow_with_the_run() -> None:
     assert totals.pauses == [float(step) for step in range(500, 1500)]
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="must be one of wait, mask, resample, allow, got 'hope'"):
-        staleness_policy("hope")
+def test_every_value_of_the_key_has_a_policy() -> None:
+    assert list(STALENESS_POLICIES) == [policy.name for policy in StalenessPolicy]
 
 
+@pytest.mark.slow
 def test_every_second_waited_for_the_bound_is_charged_to_the_group_that_came_late() -> None:
     simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))
     totals = simulation.trainer.totals
@@ -259,6 +261,7 @@ def test_every_second_waited_for_the_bound_is_charged_to_the_group_that_came_lat
     assert f"most for {worst} ({seconds:.1f} s)" in sentence and "trainer.max_staleness_steps=1 cost" in sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_bound_that_is_said_to_cost_less_does(seed: int) -> None:
     settings = replace(LONG_TAILED, max_staleness_steps=1, num_steps=24, seed=seed)
@@ -270,6 +273,7 @@ def test_the_bound_that_is_said_to_cost_less_does(seed: int) -> None:
     assert again.training_seconds < cost.training_seconds
 
 
+@pytest.mark.slow
 def test_a_step_that_waited_for_the_bound_names_whom_it_waited_for_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="skyrl_async.metrics.recorder"):
         simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))

@@ -8,7 +8,7 @@ import pytest
 from skyrl_async.errors import GenerationError, NoEngineError, OutageError
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.retrier import RolloutRetrier
+from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines, Outages, Resending
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.inference.test_engine_pool import engine
@@ -38,7 +38,7 @@ def play(
         deadlines = Deadlines()
         schedule(deadlines.outages)
         retrier = RolloutRetrier(
-            generator, max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy, deadlines=deadlines
+            generator, RetrySettings(max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy), deadlines
         )
         try:
             return await retrier.run_rollout(request())

@@ -24,15 +24,16 @@ from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.preparation import reward_with
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.rollout.staleness_policies import staleness_policy
+from skyrl_async.rollout.retrier import RetrySettings
+from skyrl_async.rollout.staleness import STALENESS_POLICIES, _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import AdmissionSettings, TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.run import TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
@@ -187,17 +188,23 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     ]
     dataloader = _AsyncDataloader(prompts, seed=0)
     running: list[Running] = []
+    generator = GymGenerator(
+        client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
+    )
     run = make_run(
         TrainerSettings(
-            admission=AdmissionSettings(
-                max_concurrent_groups=3 * (job.max_staleness_steps + 1), max_staleness_steps=job.max_staleness_steps
-            ),
+            max_concurrent_groups=3 * (job.max_staleness_steps + 1),
+            max_staleness_steps=job.max_staleness_steps,
             rollout=RolloutSettings(
-                num_samples=3, sampling=job.sampling, seed=0, max_retries=0, max_failed_fraction=0.0, timeout_s=1e6
+                num_samples=3,
+                sampling=job.sampling,
+                seed=0,
+                retries=RetrySettings(max_retries=0, timeout_s=1e6),
+                max_failed_fraction=0.0,
             ),
             mini_batch_size=3,
             num_steps=NUM_STEPS,
-            staleness_policy=staleness_policy("wait"),
+            staleness_policy=STALENESS_POLICIES["wait"],
             stream_mini_batch=job.stream_mini_batch,
             deterministic=True,
             validation=ValidationSettings(),
@@ -207,10 +214,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         ),
         dataloader=dataloader,
         client=client,
-        generator=GymGenerator(
-            client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
-        ),
-        evaluator=None,
+        generator=generator,
         callbacks=TrainerCallbacks(log=lambda step, values: running[0].logged.append(values)),
         trace=trace,
     )
@@ -219,6 +223,14 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         policy=leasing,
         publisher=publisher,
         prepare={"reward": reward_with(grpo_advantages)},
+        evaluator=Evaluator(
+            generator=generator,
+            prompts=[],
+            num_samples=1,
+            sampling=job.sampling,
+            max_concurrent=1,
+            retries=RetrySettings(max_retries=0, timeout_s=1e6),
+        ),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
     )
@@ -419,6 +431,6 @@ def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not
     running_groups = read_state(latest).running
     assert all(group.num_kept == group.num_samples for group in running_groups)
     has_begun = max_staleness_steps > 0 and not job.publishes_between_batches
-    assert (sum(group.num_tokens for group in running_groups) > 0) == has_begun
+    assert (sum(group.num_sampled_tokens for group in running_groups) > 0) == has_begun
     resumed = train(job, policy_dir, tmp_path / "resumed", lambda running: running.trainer.resume(latest))
     assert resumed == replace(whole, losses=whole.losses[1:])

@@ -7,7 +7,8 @@ import pytest
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.trainer.evaluator import Evaluator
+from skyrl_async.rollout.retrier import RetrySettings
+from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
 
 
@@ -40,8 +41,7 @@ def evaluator(player: Player, num_prompts: int = 4) -> Evaluator:
         num_samples=2,
         sampling=SamplingParams(max_tokens=8),
         max_concurrent=2,
-        max_retries=0,
-        timeout_s=5,
+        retries=RetrySettings(max_retries=0, timeout_s=5),
     )
 
 

@@ -23,7 +23,7 @@ from skyrl_async.types import Trajectory, WeightUpdate
 BUSY_TRAINER = SimulationSettings(
     max_staleness_steps=4,
     num_steps=200,
-    num_prompts=4000,
+    num_prompts=400,
     mini_batch_size=4,
     group_size=2,
     num_engines=1,
@@ -75,6 +75,7 @@ def ended_by_a_failure(
     return run_in_virtual_time(main()), logged
 
 
+@pytest.mark.slow
 @given(at=st.floats(6.0, 40.0), has_engine=st.booleans())
 def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
     tmp_path_factory: pytest.TempPathFactory, at: float, has_engine: bool

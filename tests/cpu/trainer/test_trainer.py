@@ -83,7 +83,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
             admissions = [await simulation.staleness.acquire_submission_slot() for _ in range(settings.mini_batch_size)]
             drawn = [await simulation.dataloader.get_next_non_consumed_data() for _ in admissions]
             requests = [(a, key, prompt) for a, (key, prompt) in zip(admissions, drawn, strict=True)]
-            groups = [await simulation.workers.generate(a, prompt) for a, _, prompt in requests]
+            groups = [(await simulation.workers.generate(a, prompt)).trajectories for a, _, prompt in requests]
             for admission, key, _ in requests:
                 await simulation.dataloader.mark_finished_uid(key)
                 await simulation.staleness.on_rollout_accepted(admission)
@@ -451,6 +451,7 @@ def test_four_virtual_hours_of_thousands_of_groups_run_in_moments() -> None:
     assert simulation.trainer.totals.groups_over_bound == 0
 
 
+@pytest.mark.slow
 def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_groups_are_limited() -> None:
     """Training is the bottleneck here: whatever is generated ahead of it only ages."""
     settings = replace(LONG_TAILED, sigma=0.5, max_staleness_steps=4, num_workers=16, seconds_per_token=5e-3)

@@ -272,7 +272,7 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
 def test_contract_1_a_group_given_up_when_all_data_was_drawn_is_drawn_again_and_trained() -> None:
     """At the end nothing is generated any more; what waits in the buffer is overtaken by the steps made of what is before it."""
     num_redrawn = 0
-    for seed in range(20):
+    for seed in range(4):
         simulation = simulate(
             SimulationSettings(
                 staleness_policy="resample",

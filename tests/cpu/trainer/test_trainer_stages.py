@@ -505,6 +505,7 @@ def test_held_out_prompts_are_played_under_one_version_while_training_goes_on() 
     assert simulation.trainer.throughput_beside_validation is not None
 
 
+@pytest.mark.slow
 def test_without_pinning_versions_change_under_an_evaluation() -> None:
     simulation, _ = run(replace(VALIDATING, pins_eval_version=False))
     assert any(oldest < newest for _, oldest, newest in evaluations_of(simulation))
@@ -681,14 +682,14 @@ def interrupted_while_evaluating(directory: Path) -> int:
         simulation = build_simulation(
             replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, shutdown=stop
         )
-        request = simulation.trainer._validation.request
+        request = simulation.trainer._validation.request_if_owed
 
         def requested(version: int) -> None:
             request(version)
             if version == 4:
                 loop.call_later(0.5, stop.request, 1.0)
 
-        simulation.trainer._validation.request = requested
+        simulation.trainer._validation.request_if_owed = requested
         await simulation.trainer.run()
         assert [step for step, *_ in evaluations_of(simulation)] == [0]
         return simulation.trainer.trained_version

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_async.errors import TrainingError
-from skyrl_async.rollout.group_state import group_from_json, group_to_json
+from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -279,4 +279,4 @@ def test_a_checkpoint_keeps_recomputed_log_probs_and_leaves_the_reference_s_to_t
     row = trajectories(1, seed=1)[0]
     full = replace(row, ref_logprobs=row.logprobs, old_logprobs=row.logprobs, old_version=3)
     group = Group(uid="a", admission_index=1, scheduled_version=2, trajectories=(full, row))
-    assert group_from_json(group_to_json(group)).trajectories == (replace(full, ref_logprobs=None), row)
+    assert from_json(Group, group_to_json(group)).trajectories == (replace(full, ref_logprobs=None), row)
