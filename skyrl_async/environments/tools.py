@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
@@ -55,10 +55,11 @@ class _ToolEnv(BaseTextEnv):
             return super().step(action)
         self.turns += 1
         self.num_calls += 1
-        result = self.result_of(call.content)
+        content, said = call
+        result = self.result_of(content)
         if self.turns >= self.max_turns:  # no turn is left to use the result
             return ended(0.0)
-        return told(result, postprocessed_action=call.said)
+        return told(result, postprocessed_action=said)
 
     def result_of(self, content: str) -> str:
         """Run the tool on what stands between the marks."""
@@ -102,21 +103,11 @@ class PythonToolEnv(_ToolEnv, MathEnv):
         return f"```output\n{printed}\n```"
 
 
-class Call(NamedTuple):
-    """A call of a tool."""
-
-    content: str
-    said: str
-    """What the policy said up to the call's end."""
-
-
-def first_call(action: str, opening: str, closing: str) -> Call | None:
-    """Return the first call in ``action`` that is closed; None without one. Time is linear in its length."""
-    start = action.find(opening)
-    end = action.find(closing, start + len(opening)) if start >= 0 else -1
-    if end < 0:
-        return None
-    return Call(content=action[start + len(opening) : end], said=action[: end + len(closing)])
+def first_call(action: str, opening: str, closing: str) -> tuple[str, str] | None:
+    """Return the first closed call in ``action`` and what the policy said up to its end; None without one. Takes linear time."""
+    before, _, rest = action.partition(opening)
+    content, end, _ = rest.partition(closing)
+    return (content, before + opening + content + closing) if end else None
 
 
 def calculate(expression: str) -> str:
