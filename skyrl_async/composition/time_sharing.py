@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from skyrl_async.config.rules.device_plan import DevicePlan, PlannedGroup
+from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
@@ -24,14 +24,11 @@ def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
     """Map each stage that shares its devices to their group."""
     if plan is None:
         return {}
-    shared = [members for group in plan.groups if len(members := members_of(group)) > 1]
-    return groups_by_member(shared)
-
-
-def members_of(group: PlannedGroup) -> list[str]:
-    """Return the members of a group: stages with their own workers, and the engines."""
-    members = [stage for stage in _WITH_WORKERS if stage in group.sizes]
-    return members + [GENERATE] * (GENERATE in group.stages)
+    members = [
+        [stage for stage in _WITH_WORKERS if stage in group.sizes] + [GENERATE] * (GENERATE in group.stages)
+        for group in plan.groups
+    ]
+    return groups_by_member(shared for shared in members if len(shared) > 1)
 
 
 def engine_time_sharing(

@@ -78,17 +78,16 @@ class GroupProgress:
         sample = SampleProgress(sample_index)
         self._samples[sample_index] = sample
         token = _CURRENT_SAMPLE.set(sample)
+        keeps_phase = False
         try:
             yield sample
         except asyncio.CancelledError:
+            keeps_phase = True
             raise
-        except BaseException:
-            self._samples.pop(sample_index, None)
-            raise
-        else:
-            self._samples.pop(sample_index, None)
         finally:
             _CURRENT_SAMPLE.reset(token)
+            if not keeps_phase:
+                self._samples.pop(sample_index, None)
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the whole group, and forget its samples."""

@@ -21,21 +21,12 @@ class FaultyEngine:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
+        self.name, self.max_model_len = engine.name, engine.max_model_len
         self.is_dead = False
         """Whether it was killed or closed."""
         self._moving = asyncio.Event()
         self._moving.set()
         self._open: dict[asyncio.Timeout, None] = {}
-
-    @property
-    def name(self) -> str:
-        """The engine's."""
-        return self._engine.name
-
-    @property
-    def max_model_len(self) -> int:
-        """The engine's."""
-        return self._engine.max_model_len
 
     @property
     def is_frozen(self) -> bool:

@@ -19,6 +19,7 @@ from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement
 from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_policy, on_leased_devices
 from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
+from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import (
     Config,
     EngineConfig,
@@ -310,25 +311,17 @@ def _prompts(settings: SimulationSettings) -> tuple[Prompt, ...]:
 
 def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Config:
     """Return the configuration of the real run with these settings."""
-    trainer = TrainerConfig(
+    trainer = from_section(
+        TrainerConfig,
+        settings,
         schedule=Schedule.one_step_off if settings.is_one_step_off else Schedule.fully_async,
-        max_staleness_steps=settings.max_staleness_steps,
         staleness_policy=StalenessPolicy[settings.staleness_policy],
         policy_mini_batch_size=settings.mini_batch_size,
         count_buffered_as_in_flight=settings.limits_buffered_groups,
-        num_steps=settings.num_steps,
         num_epochs=settings.num_epochs or sys.maxsize,
-        publish_every_steps=settings.publish_every_steps,
-        stream_mini_batch=settings.stream_mini_batch,
-        deterministic=settings.deterministic,
-        seed=settings.seed,
         algorithm=AlgorithmConfig(loss_reduction=LossReduction[settings.loss_reduction]),
-        fully_async=FullyAsyncConfig(
-            sample_full_batch=settings.sample_full_batch, max_filtered_in_a_row=settings.max_filtered_in_a_row
-        ),
-        checkpoint_interval_steps=settings.checkpoint_interval_steps,
+        fully_async=from_section(FullyAsyncConfig, settings, max_staleness_steps=None),
         max_checkpoints_to_keep=max_checkpoints_to_keep,
-        eval_interval_steps=settings.eval_interval_steps,
         eval_before_train=settings.evaluates_before_training,
         eval_at_end=settings.evaluates_at_the_end,
         eval_only=settings.validates_only,
@@ -339,16 +332,15 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
     most = settings.mini_batch_size * (settings.max_staleness_steps + 1)
     trainer.num_parallel_generation_workers = settings.num_workers or most
     sampling = SamplingConfig(max_tokens=settings.max_tokens)
-    generator = GeneratorConfig(
+    generator = from_section(
+        GeneratorConfig,
+        settings,
         n_samples_per_prompt=settings.group_size,
         apply_overlong_filtering=settings.masks_overlong,
         sampling=sampling,
-        max_retries=settings.max_retries,
         retry_backoff_s=settings.backoff.base_s,
         max_retry_backoff_s=settings.backoff.max_s,
         on_failed_samples=OnFailedSamplesName[settings.on_failed_samples],
-        max_failed_fraction=settings.max_failed_fraction,
-        rollout_timeout_s=settings.rollout_timeout_s,
     )
     evaluation = EvaluationConfig(
         num_prompts=settings.num_eval_prompts,

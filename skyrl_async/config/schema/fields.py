@@ -109,9 +109,9 @@ def _texts_in(module: ast.Module) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def from_section(kind: type[T], section: object, **others: Any) -> T:
-    """Make the dataclass ``kind``, for another process, from a section of the configuration.
+    """Make the dataclass ``kind`` from another one, such as plain settings for another process from a section of the configuration.
 
-    Fields that the section has by the same name get its values: an enum's name, a list as a tuple. ``others`` are the other fields.
+    Fields that ``section`` has by the same name get its values: an enum's name, a list as a tuple. ``others`` are the other fields.
     """
     names = [f.name for f in fields(kind) if f.name not in others and hasattr(section, f.name)]  # type: ignore[arg-type]
     return kind(**{name: _plain(getattr(section, name)) for name in names}, **others)

@@ -398,6 +398,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(value=values)
 def test_what_is_written_in_pieces_is_the_json_it_was_to_the_last_byte(
     tmp_path_factory: pytest.TempPathFactory, value: Any

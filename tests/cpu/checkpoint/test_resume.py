@@ -181,7 +181,7 @@ def step_of(checkpoint: Path | None) -> int:
 @pytest.mark.slow
 @given(
     bound=st.integers(0, 3),
-    kills=st.lists(st.floats(0.5, 60.0), min_size=1, max_size=2),
+    kills=st.lists(st.floats(0.5, 40.0), min_size=1, max_size=2),
     kind=st.sampled_from(list(GENERATORS)),
     policy=st.sampled_from(["wait", "mask", "resample", "allow"]),
     mode=st.sampled_from(PauseMode),
@@ -198,7 +198,8 @@ def test_contract_7_a_run_killed_at_any_moments_trains_every_prompt_of_every_epo
     seed: int,
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
-    job = replace(LONG_TAILED, max_staleness_steps=bound, staleness_policy=policy, pause_mode=mode, seed=seed)
+    job = replace(LONG_TAILED, num_prompts=12, max_staleness_steps=bound, staleness_policy=policy)
+    job = replace(job, pause_mode=mode, seed=seed)
     kept: list[tuple[int, tuple[int, str]]] = []
     for seconds in kills:
         kept += killed_after(seconds, job, directory, kind)
@@ -207,7 +208,7 @@ def test_contract_7_a_run_killed_at_any_moments_trains_every_prompt_of_every_epo
     simulation, again = resumed(job, latest(directory), kind, directory)
     assert sorted(key for _, key in kept + again) == keys_of(job)
     counts = simulation.dataloader.statistics()
-    assert counts["trained_total"] == 36 and not counts["running"] and not counts["finished"]
+    assert counts["trained_total"] == 24 and not counts["running"] and not counts["finished"]
     totals = simulation.trainer.totals
     assert totals.groups_over_bound == 0 or policy in ("mask", "allow")
     if policy == "resample":
