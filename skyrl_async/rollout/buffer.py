@@ -2,8 +2,8 @@
 
     put ──> (preparing: a channel to the stages that prepare groups ──> put_prepared) ──> get
 
-Flows in: groups in the order they finish. Flows out: groups in the order they were admitted, each after it is prepared and the
-consumer's rule allows it. Does not know versions, the bound, or the preparation.
+Groups come in the order they finish, and leave in the order they were admitted, each after it is prepared and the consumer's rule allows
+it. Does not know versions, the bound, or the preparation.
 """
 
 import asyncio

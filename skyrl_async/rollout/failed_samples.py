@@ -2,7 +2,7 @@
 
     try ──> all rows, or the rows it kept ──> missing? ──> next try of the missing ones ──> ... ──> a group, or its failure
 
-Flows in: rows and failures of tries. Flows out: the samples to generate next, and the group. No I/O.
+No I/O.
 """
 
 import math

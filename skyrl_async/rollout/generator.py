@@ -1,6 +1,6 @@
 """The interface between the trainer and a generator, and a helper that runs a group's samples side by side.
 
-Flows in: requests for all samples of a prompt. Flows out: training rows. How a generator samples is its own business.
+A generator takes requests for all samples of a prompt, and returns training rows. How it samples is its own business.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -2,7 +2,7 @@
 
     GroupBuffer.put ──> reward ──> ref_logp ──> logp ──> GroupBuffer.put_prepared
 
-Flows in: finished groups. Flows out: the same groups with advantages and the log-probs that the loss needs.
+Groups get their advantages and the log-probs that the loss needs.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Runs a group's rollout with a deadline, and retries its failed samples: for training and evaluation alike.
 
-Flows in: a generator and requests. Flows out: checked trajectories, or the last try's error. Does not know what a failure means to
+Returns checked trajectories, or raises the last try's error. Does not know what a failure means to
 the caller.
 """
 

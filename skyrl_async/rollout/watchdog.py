@@ -1,6 +1,6 @@
 """Reports rollouts and stages that take too long, while they do: in the log, in the metrics, on the console.
 
-Flows in: statuses of rollouts, open spans of stages. Flows out: lines and figures. Ends nothing: that is the deadlines' business.
+Reads statuses of rollouts and open spans of stages. Ends nothing: that is the deadlines' business.
 """
 
 import asyncio
