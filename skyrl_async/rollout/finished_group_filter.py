@@ -7,7 +7,7 @@ DAPO (arXiv 2503.14476), section 3.2, equation 11 trains a group only where ``0 
 there is no advantage, and a mini-batch of such groups is smaller than it looks. Rewards are the environment's, before any shaping:
 whether all answers are right does not depend on their lengths.
 
-Finished groups come from generation or a checkpoint; the others go into the buffer. Does not know how groups are generated or
+Finished groups come from generation or a checkpoint; those with a signal go into the buffer. Does not know how groups are generated or
 trained.
 """
 

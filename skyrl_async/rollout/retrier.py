@@ -1,7 +1,6 @@
 """Runs a group's rollout with a deadline, and retries its failed samples: for training and evaluation alike.
 
-Returns checked trajectories, or raises the last try's error. Does not know what a failure means to
-the caller.
+Returns checked trajectories, or raises the last try's error. Does not know what a failure means to the caller.
 """
 
 import asyncio
