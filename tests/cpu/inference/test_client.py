@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference import generation
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end
+from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end, merged
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -124,7 +124,14 @@ def test_the_tokens_of_an_engine_that_dies_in_mid_stream_are_continued_elsewhere
     assert statistics["engines"] == 1.0 and statistics["engine_failures_total"] == 1.0
 
 
-class Recording(ModelledEngine):
+class BlockByBlock(ModelledEngine):
+    """Samples whole answers as streams too, which a test can watch in one place."""
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        return reduce(merged, [block async for block in self.stream(request)])
+
+
+class Recording(BlockByBlock):
     """Knows what it was asked for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -267,7 +274,7 @@ class MarkupTokenizer:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_special_tokens_are_kept_where_asked_for_but_never_the_one_that_ended_the_answer(streaming: bool) -> None:
-    class Scripted(ModelledEngine):
+    class Scripted(BlockByBlock):
         async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
             for tokens, reason in (((1, 7), None), ((8, 1, 0), FinishReason.STOP)):
                 n = len(tokens)
@@ -288,7 +295,7 @@ def test_special_tokens_are_kept_where_asked_for_but_never_the_one_that_ended_th
 
 
 def test_top_logprobs_stay_with_their_tokens_through_aborts_and_a_stop_string() -> None:
-    class Ranking(ModelledEngine):
+    class Ranking(BlockByBlock):
         async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
             async for block in super().stream(request):
                 yield replace(block, top_logprobs=tuple(((t, -1.0), (t + 1, -2.0)) for t in block.token_ids))
@@ -555,7 +562,7 @@ def test_sampling_parameters_reach_the_engine_with_the_rest_of_the_budget() -> N
     assert first.request_id != second.request_id and second.priority == 3
 
 
-class Watched(ModelledEngine):
+class Watched(BlockByBlock):
     """Knows which requests are in it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:

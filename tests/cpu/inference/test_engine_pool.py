@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PublishError, StateError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.inference.generation import merged
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
@@ -25,7 +27,14 @@ class NoText:
         return ""
 
 
-class Counting(ModelledEngine):
+class BlockByBlock(ModelledEngine):
+    """Samples whole answers as streams too, which a test can watch in one place."""
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        return reduce(merged, [block async for block in self.stream(request)])
+
+
+class Counting(BlockByBlock):
     """Counts the tokens that it samples, and what is asked of it while it is not resumable."""
 
     def __init__(self, name: str) -> None:
