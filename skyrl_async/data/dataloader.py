@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_async.data.ledger import Key, UidLedger, UidState
-from skyrl_async.errors import CheckpointError
+from skyrl_async.errors import CheckpointError, StateError
 from skyrl_async.types import Prompt
 
 
@@ -151,6 +151,16 @@ class _AsyncDataloader:
     async def requeue(self, key: Key) -> None:
         """The prompt is the next to be drawn."""
         self._ledger.requeue(key)
+
+    def get_consumed_uids_list(self, epoch: int | None = None) -> list[str]:
+        """The uids trained in an open epoch, by default the current one. For SkyRL's callers."""
+        return self._ledger.uids(self.epoch if epoch is None else epoch, UidState.TRAINED)
+
+    async def reset_at_epoch_end(self) -> None:
+        """Raise ``StateError`` if an older epoch is open. For SkyRL's callers: epochs flow into one another, and nothing needs a reset."""
+        stale = [epoch for epoch in self._ledger.open_epochs if epoch < self.epoch - 1]
+        if stale:
+            raise StateError(f"epochs {stale} still have prompts that are neither trained, filtered nor failed")
 
     def state_for_checkpoint(self) -> dict[str, Any]:
         """JSON of the ledger, a digest of the dataset's uids and mixture, and a digest of its rows' contents."""

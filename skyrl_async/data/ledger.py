@@ -115,6 +115,11 @@ class UidLedger:
         """The uids of an open epoch in one state, in dataset order."""
         return [uid for uid, s in self._states.get(epoch, {}).items() if s is state]
 
+    @property
+    def open_epochs(self) -> tuple[int, ...]:
+        """Started epochs with a uid that is not trained, filtered or failed."""
+        return tuple(self._states)
+
     def running(self) -> list[Key]:
         """Every running (epoch, uid)."""
         return [(epoch, uid) for epoch in self._states for uid in self.uids(epoch, UidState.RUNNING)]

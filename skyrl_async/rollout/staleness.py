@@ -243,6 +243,11 @@ class _AsyncStalenessManager:
         self._finished = {a.index: a for a in restored if a.index not in is_running}
         return tuple(restored)
 
+    async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
+        """Raise ``StateError`` unless this many groups were trained. For SkyRL's callers."""
+        if self._num_trained != num_trained_groups:
+            raise StateError(f"expected {num_trained_groups} trained groups, got {self._num_trained}")
+
     def _admit(self) -> Admission:
         admission = Admission(index=self._next_index, scheduled_version=self._served_version)
         self._next_index += 1

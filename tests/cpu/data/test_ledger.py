@@ -201,3 +201,17 @@ async def test_a_dataloader_s_state_of_another_version_is_refused_by_its_file_an
         CheckpointError, match=r"trainer_state.json, dataloader holds no ledger .*; resume from another"
     ):
         await _AsyncDataloader(prompts(UIDS), seed=0).load_state_from_checkpoint(saved)
+
+
+async def test_consumed_uids_are_listed_and_epochs_end_as_skyrl_does() -> None:
+    loader = _AsyncDataloader(prompts(UIDS), seed=0)
+    drawn = [(await loader.get_next_non_consumed_data())[0] for _ in range(2 * len(UIDS) + 1)]
+    first = drawn[: len(UIDS)]
+    for key in first:
+        await loader.mark_finished_uid(key)
+    await loader.mark_consumed_uids(first[:1])
+    assert loader.get_consumed_uids_list(0) == [first[0][1]] and loader.get_consumed_uids_list() == []
+    with pytest.raises(StateError, match=r"epochs \[0\] still have prompts"):
+        await loader.reset_at_epoch_end()
+    await loader.mark_consumed_uids(first[1:])
+    await loader.reset_at_epoch_end()

@@ -80,6 +80,7 @@ class CapacityRule(RuleBasedStateMachine):
         opened = [a.scheduled_version for a in self.running + self.finished]
         assert all(self.manager.served_version - v <= self.bound for v in opened)
         assert self.manager.num_accepted == accepted
+        drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
 
     @invariant()
     def what_is_kept_up_with_each_change_equals_what_a_look_at_every_open_group_finds(self) -> None:
