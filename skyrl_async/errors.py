@@ -28,6 +28,9 @@ SkyRLAsyncError
 `-- DeadlineError           a wait took longer than its deadline; says what is stuck
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class SkyRLAsyncError(Exception):
     """Base of all errors of this package: one clear line is enough for a user."""
@@ -147,3 +150,9 @@ class WorkerDiedError(TrainingError):
 
 class DeadlineError(SkyRLAsyncError):
     """A wait took longer than its deadline; says what is stuck."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown ``word``: at most ``n`` of the ``known`` ones that are close; empty without any."""
+    close = difflib.get_close_matches(word, list(known), n=n, cutoff=cutoff)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

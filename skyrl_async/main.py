@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -115,49 +115,48 @@ class _Stopped(Exception):
     """The run was asked to stop, and has saved what there is."""
 
 
+@dataclass
 class _Run:
-    """One run in its directory.
+    """One run in its directory."""
 
-    Args:
-        config: checked.
-        run_dir: exists, and is locked for this run.
-        config_file: written, or replaced after the run was resumed.
-        resumed: checkpoint to go on from; None: the run begins anew.
-        interruption: handles signals.
-        started: time of the command, of ``time.monotonic``.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        config_file: RunConfigFile,
-        resumed: Usable | None,
-        interruption: Interruption,
-        started: float,
-    ) -> None:
-        self.run_dir = run_dir
-        self.disk = DaemonThreads("checkpoint")
-        """Writes checkpoints."""
-        self._config = config
-        self._config_file = config_file
-        self._checkpoint = None if resumed is None else resumed.path
-        # An evaluation does no step again.
-        self._resume_step = None if resumed is None else math.inf if config.trainer.eval_only else resumed.state.step
-        self._interruption = interruption
-        self._started = self._training_began = started
-        self._ending = ClosingStack()
-        self._trainer: FullyAsyncTrainer | None = None
-        self._engine_lags: Callable[[], Mapping[str, Lag]] = dict
-        self._stalls: Sequence[str] = ()
-        self._records: list[RecordFile] = []
-        self._failures: list[str] = []
-        """One per thing after training that failed: none of it keeps the rest from being done."""
+    config: Config
+    """Checked."""
+    run_dir: Path
+    """Exists, and is locked for this run."""
+    config_file: RunConfigFile
+    """Written, or replaced after the run was resumed."""
+    resumed: Usable | None
+    """Checkpoint to go on from; None: the run begins anew."""
+    interruption: Interruption
+    """Handles signals."""
+    started: float
+    """Time of the command, of ``time.monotonic``."""
+    disk: DaemonThreads = field(default_factory=lambda: DaemonThreads("checkpoint"))
+    """Writes checkpoints."""
+    _ending: ClosingStack = field(default_factory=ClosingStack)
+    _trainer: FullyAsyncTrainer | None = None
+    _engine_lags: Callable[[], Mapping[str, Lag]] = dict
+    _stalls: Sequence[str] = ()
+    _training_began: float = 0.0
+    _records: list[RecordFile] = field(default_factory=list)
+    _failures: list[str] = field(default_factory=list)
+    """One per thing after training that failed: none of it keeps the rest from being done."""
 
     @property
     def has_unfinished_thread(self) -> bool:
         """Whether a thread is stuck after the end."""
         return self._ending.has_unfinished_thread or self.disk.is_busy
+
+    @property
+    def _checkpoint(self) -> Path | None:
+        return None if self.resumed is None else self.resumed.path
+
+    @property
+    def _resume_step(self) -> float | None:
+        """Step after which records are written again; an evaluation does no step again."""
+        if self.resumed is None:
+            return None
+        return math.inf if self.config.trainer.eval_only else self.resumed.state.step
 
     def exit_code(self) -> int:
         """Run to the end, and explain on standard error what that is."""
@@ -173,9 +172,9 @@ class _Run:
             for reason in self._failures:
                 sys.stderr.write(f"error: {reason}\n")
             return 1 if self._failures else 0
-        if (cause := self._interruption.shutdown.failure) is not None:
+        if (cause := self.interruption.shutdown.failure) is not None:
             return self._report_failure(cause)
-        is_cancelled = isinstance(error, asyncio.CancelledError) and self._interruption.signal is not None
+        is_cancelled = isinstance(error, asyncio.CancelledError) and self.interruption.signal is not None
         if is_cancelled or isinstance(error, KeyboardInterrupt | _Stopped):
             return self._report_interruption(is_saved=isinstance(error, _Stopped))
         return self._report_failure(error)
@@ -192,7 +191,7 @@ class _Run:
 
     def _report_interruption(self, *, is_saved: bool) -> int:
         """Say what is saved and how the run goes on; return the exit code."""
-        trainer, code = self._trainer, self._interruption.exit_code
+        trainer, code = self._trainer, self.interruption.exit_code
         saved = trainer.newest_checkpoint if trainer is not None else None
         said = f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}"
         if trainer is not None and is_saved:
@@ -209,9 +208,9 @@ class _Run:
 
     async def execute(self) -> None:
         """Start all parts, train or evaluate, end all parts, and write the summary."""
-        config, shutdown = self._config, self._interruption.shutdown
+        config, shutdown = self.config, self.interruption.shutdown
         with ExitStack() as stack:
-            stack.enter_context(self._interruption.attached())
+            stack.enter_context(self.interruption.attached())
             console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
             tracker = stack.enter_context(Tracker([*self._sinks(), console]))
             trace_path = free_path(self.run_dir / "trace.json") if config.logging.trace else None
@@ -239,14 +238,14 @@ class _Run:
                 )
                 self._engine_lags = parts.publisher.lags
                 console.watch(trainer.stages)
-                with self._interruption.ending_afterwards():
+                with self.interruption.ending_afterwards():
                     await self._train(trainer, parts, console)
             self._failures += self._ending.failures
             with self._attempt("the summary"):
                 self._summarize(trainer, parts, console)
 
     def _sinks(self) -> list[Sink]:
-        config, run_dir = self._config, self.run_dir
+        config, run_dir = self.config, self.run_dir
         metrics = MetricsLog(run_dir / "metrics.jsonl", self._resume_step, notes=self._notes)
         self._records.append(metrics)
         sinks: list[Sink] = [metrics]
@@ -279,7 +278,7 @@ class _Run:
             self._stalls = lines
             console.stuck(lines)
 
-        callbacks, logging_config = TrainerCallbacks(log=log, show_stalls=show_stalls), self._config.logging
+        callbacks, logging_config = TrainerCallbacks(log=log, show_stalls=show_stalls), self.config.logging
         if not logging_config.trained_groups:
             return callbacks
         path, has_tokens = self.run_dir / "trained_groups.jsonl", logging_config.trained_tokens
@@ -296,16 +295,16 @@ class _Run:
             console.phase(f"resuming {self._checkpoint.name}")
             evaluated = evaluated_steps(self.run_dir / "metrics.jsonl")
             await trainer.resume(self._checkpoint, evaluated_versions=evaluated)
-            self._config_file.replace()
+            self.config_file.replace()
         for record in self._records:
             record.begin()
         self._training_began = time.monotonic()
         console.phase("training")
-        self._interruption.enter(Phase.TRAINING)
+        self.interruption.enter(Phase.TRAINING)
         await trainer.run()
-        if self._interruption.shutdown.is_requested and not trainer.is_complete:
+        if self.interruption.shutdown.is_requested and not trainer.is_complete:
             raise _Stopped
-        self._interruption.enter(Phase.FINISHING)
+        self.interruption.enter(Phase.FINISHING)
         if trainer.evaluation_failure is not None:
             self._failures.append(f"the last evaluation failed: {trainer.evaluation_failure}")
         if self._exports_policy:
@@ -315,7 +314,7 @@ class _Run:
 
     @property
     def _exports_policy(self) -> bool:
-        return self._config.trainer.export_hf and not self._config.trainer.eval_only
+        return self.config.trainer.export_hf and not self.config.trainer.eval_only
 
     @contextmanager
     def _attempt(self, what: str) -> Iterator[None]:
@@ -331,11 +330,11 @@ class _Run:
         run_dir, now = self.run_dir, time.monotonic()
         summary: dict[str, Any] = {
             "steps": trainer.served_version,
-            "seconds": now - self._started,
-            "boot_seconds": self._training_began - self._started,
+            "seconds": now - self.started,
+            "boot_seconds": self._training_began - self.started,
             "run_directory": run_dir,
         }
-        if self._config.trainer.eval_only:
+        if self.config.trainer.eval_only:
             path = free_path(run_dir / "evaluation.json")
             result = trainer.first_evaluation
             summary |= {} if result is None else result.values()

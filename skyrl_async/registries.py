@@ -5,14 +5,13 @@ every process; a registration holds in its own process only, so other processes 
 compute.
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +79,8 @@ class Registry(Generic[E]):
         if name in self._entries:
             return self._entries[name]
         if ":" not in name:
-            close = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(
-                f"{self._key} must be one of {', '.join(self.names)}, or package.module:function, got {name!r}{hint}"
-            )
+            expected = f"one of {', '.join(self.names)}, or package.module:function"
+            raise ConfigError(f"{self._key} must be {expected}, got {name!r}{did_you_mean(name, self._entries)}")
         import_function(self._key, name)  # which may register it
         entry = next((entry for entry in self._entries.values() if entry.path == name), self._of_path(name))
         self.load(entry)

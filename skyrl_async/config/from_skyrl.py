@@ -5,7 +5,6 @@ are in ``coming_from.txt``; here is what several of SkyRL's keys mean together.
 """
 
 import copy
-import difflib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, SkyRLAsyncError
+from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
 
 _SYSTEM = "SkyRL"
 _CHOICES = {"task": "dataset", "policy": "hf"}
@@ -138,10 +137,8 @@ def _take(key: str, written: str, result: Translation) -> None:
     if row is None and key in all_keys():
         row = Foreign(system=_SYSTEM, name=key, default="", ours=(key,), values={}, note="")
     if row is None:
-        close = difflib.get_close_matches(key, [*foreign_keys(_SYSTEM), *all_keys()], n=1, cutoff=0.85)
-        result.unknown.append(
-            shown + (f": did you mean {close[0]}?" if close else ": in neither SkyRL's keys nor ours")
-        )
+        hint = did_you_mean(key, [*foreign_keys(_SYSTEM), *all_keys()], cutoff=0.85)
+        result.unknown.append(shown + (hint or ": in neither SkyRL's keys nor ours"))
         return
     settings = list(_settings_of(row, written))
     if not settings:

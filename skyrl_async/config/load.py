@@ -4,7 +4,6 @@ overrides, group choices, yaml file ──> compose_config ──> load ──> 
 """
 
 import argparse
-import difflib
 import os
 import re
 import shlex
@@ -34,7 +33,7 @@ from skyrl_async.config.rules import all as rules
 from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, SkyRLAsyncError
+from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
 
 _USAGE_EXIT_CODE = 2
 _SEE_HELP = "--help lists every key"
@@ -128,7 +127,9 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
         lines = [f"{len(mistakes)} settings are wrong:", *mistakes]
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(lines))
     for group, choice in chosen.items():
-        _check_required(tree, group, choice)
+        for key in GROUPS[group][choice].required:
+            if not tree[group][key]:
+                raise ConfigError(f"{group}.{key} must be set with {group}={choice}: add {group}.{key}=...")
     return tree
 
 
@@ -206,7 +207,7 @@ def _checked_choice(override: Override, file: Path | None) -> str:
         )
     if name not in GROUPS[group]:
         raise ConfigError(
-            f"{group} must be one of {', '.join(GROUPS[group])}, got {name!r}{_did_you_mean(name, GROUPS[group])}"
+            f"{group} must be one of {', '.join(GROUPS[group])}, got {name!r}{did_you_mean(name, GROUPS[group])}"
         )
     return name
 
@@ -257,36 +258,25 @@ def _set_leaves(tree: DictConfig, key: str, value: Any, mistakes: list[str], pre
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every single key that ``key=value`` sets; a dictionary given to a section sets several."""
-    if isinstance(value, dict) and key not in all_keys() and _open_parent(key) is None:
+    if isinstance(value, dict) and key not in all_keys() and not _is_free(key):
         for name, below in value.items():
             yield from _leaves(f"{key}.{name}", below)
     else:
         yield key, value
 
 
-def _open_parent(key: str) -> str | None:
-    """The dictionary-valued key above ``key``, whose keys are free."""
-    return next((name for name in _open_keys() if key.startswith(f"{name}.")), None)
-
-
-@cache
-def _open_keys() -> tuple[str, ...]:
-    return tuple(name for name, known in all_keys().items() if known.is_open)
+def _is_free(key: str) -> bool:
+    """Whether ``key`` is below one that holds a dictionary."""
+    return any(known.is_open and key.startswith(f"{name}.") for name, known in all_keys().items())
 
 
 def _check_key(key: str) -> None:
-    if key in all_keys() or _open_parent(key) is not None:
+    if key in all_keys() or _is_free(key):
         return
     prefix = f"{key}."
-    if any(name.startswith(prefix) for name in all_keys()):
-        known = [name.removeprefix(prefix) for name in all_keys() if name.startswith(prefix)]
+    if known := [name.removeprefix(prefix) for name in all_keys() if name.startswith(prefix)]:
         raise ConfigError(f"{key} is a section; set one of its keys ({', '.join(known[:4])}, ...). {_SEE_HELP}")
     raise ConfigError(f"unknown key {key!r}{hint_for(key) or f' ({_SEE_HELP})'}")
-
-
-def _did_you_mean(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 @cache
@@ -299,20 +289,14 @@ def _set(tree: DictConfig, key: str, value: Any) -> None:
     """Refuse a value that the key cannot hold."""
     try:
         # Keys of an open dictionary are not in the schema.
-        OmegaConf.update(tree, key, value, merge=True, force_add=_open_parent(key) is not None)
+        OmegaConf.update(tree, key, value, merge=True, force_add=_is_free(key))
     except GrammarParseError as error:
         raise ConfigError(f"{key}: {_first_line(error)}{_ESCAPING}") from error
     except OmegaConfBaseException as error:
         known = all_keys()[key]
         words = known.type_text.split(" or ")
-        hint = hint_for_value(key, value) or (_did_you_mean(value, words) if isinstance(value, str) else "")
+        hint = hint_for_value(key, value) or (did_you_mean(value, words) if isinstance(value, str) else "")
         raise ConfigError(f"{key} must be {known.type_text}, got {value!r}{hint}") from error
-
-
-def _check_required(composed: DictConfig, group: str, name: str) -> None:
-    for key in GROUPS[group][name].required:
-        if not composed[group][key]:
-            raise ConfigError(f"{group}.{key} must be set with {group}={name}: add {group}.{key}=...")
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ plays.
 """
 
 import base64
-import difflib
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.environments.answers import Extras, ended
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, did_you_mean
 from skyrl_async.rewards.sandbox import Limits, call_function, require_sandbox
 from skyrl_async.types import Prompt
 
@@ -217,8 +216,7 @@ def _dataset(name: str, config: str, seed: int, size: int) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(name, DATASETS, n=3)
         raise ConfigError(
             f"task.reasoning_gym.dataset must be one of the {len(DATASETS)} of reasoning-gym, got {name!r}{hint}: "
             f"{', '.join(sorted(DATASETS))}"

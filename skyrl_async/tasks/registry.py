@@ -3,12 +3,12 @@
 Importing ``skyrl_gym`` takes 1.3 s, so it is imported only when used.
 """
 
-import importlib
 import random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_async.chat import Tool
 from skyrl_async.errors import ConfigError
+from skyrl_async.registries import import_function
 from skyrl_async.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def get_task(name: str) -> BuiltInTask:
     """Return the built-in task called ``name``. Raises ``ConfigError`` if there is none."""
     if name not in _TASKS:
         raise ConfigError(f"task.name must be dataset or one of the built-in {', '.join(sorted(_TASKS))}, got {name!r}")
-    task: BuiltInTask = _load(_TASKS[name])()
+    task: BuiltInTask = import_function("task.name", _TASKS[name])()
     return task
 
 
@@ -117,7 +117,7 @@ def make_environment(env_class: str, extras: dict[str, Any]) -> "BaseTextEnv":
     import skyrl_gym
 
     if ":" in env_class:
-        environment: BaseTextEnv = _load(env_class)(extras=extras)
+        environment: BaseTextEnv = import_function("env_class", env_class)(extras=extras)
         return environment
     if env_class not in known_environments():
         raise ConfigError(
@@ -126,20 +126,6 @@ def make_environment(env_class: str, extras: dict[str, Any]) -> "BaseTextEnv":
         )
     environment = skyrl_gym.make(env_class, extras=extras)
     return environment
-
-
-def _load(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise ConfigError(
-            f"env_class {path!r} must name an importable module:Class; importing failed: {error}"
-        ) from error
-    except AttributeError as error:
-        raise ConfigError(
-            f"env_class {path!r} must name a class of module {module_name}, which has no {attribute!r}"
-        ) from error
 
 
 def require_enough_prompts(task_name: str, num_train: int, num_eval: int, *, max_prompts: int) -> None:

@@ -5,7 +5,6 @@
 Knows neither Ray nor what a stage does.
 """
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from enum import Enum
 
 from skyrl_async.config.schema.fields import require
 from skyrl_async.config.schema.run import PlacementConfig
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, did_you_mean
 
 STAGES = ("policy", "logp", "ref", "generate")
 _OTHER_NAMES = {
@@ -169,7 +168,8 @@ def _check_stages(groups: Sequence[Sequence[str]], needed: Collection[str]) -> N
     for group in groups:
         for stage in group:
             if stage not in STAGES:
-                raise ConfigError(f"placement.groups knows {', '.join(STAGES)}, got {stage!r}{_did_you_mean(stage)}")
+                hint = did_you_mean(_OTHER_NAMES.get(stage, stage), STAGES)
+                raise ConfigError(f"placement.groups knows {', '.join(STAGES)}, got {stage!r}{hint}")
             of_stage.setdefault(stage, []).append(_label(group))
     for stage, labels in of_stage.items():
         if len(labels) > 1:
@@ -297,11 +297,6 @@ def _check_sharing(group: PlannedGroup, unit: Unit) -> None:
                 f"{size.per_actor_key} must be 1 where {stage} shares its GPUs with {others} (placement.groups has {group.label}), got "
                 f"{size.devices_per_actor}: Ray splits single GPUs; set it to 1, or give {stage} a group of its own"
             )
-
-
-def _did_you_mean(stage: str) -> str:
-    close = _OTHER_NAMES.get(stage) or next(iter(difflib.get_close_matches(stage, STAGES, n=1)), None)
-    return f"; did you mean {close}?" if close else ""
 
 
 def _label(stages: Sequence[str]) -> str:

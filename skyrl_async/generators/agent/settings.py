@@ -43,15 +43,10 @@ _MODULE = re.compile(rf"\s*(?P<python>{_PYTHON})-m\s+(?P<name>[\w.]+)(?=[\s;&|<>
 
 
 def check_agent_settings(settings: GeneratorConfig) -> None:
-    """Check that there is exactly one harness, and that it and the reward can be found; imports functions, makes ``working_dir``.
+    """Check that the harness, of which there is one, and the reward can be found; imports functions, makes ``working_dir``.
 
     Raises ``ConfigError``.
     """
-    if (settings.command is None) == (settings.entrypoint is None):
-        found = "neither" if settings.command is None else "both"
-        raise ConfigError(
-            f"generator.kind=agent needs generator.command or generator.entrypoint, one of them, got {found}"
-        )
     if settings.command is not None:
         _check_command(settings.command)
     if settings.entrypoint is not None:

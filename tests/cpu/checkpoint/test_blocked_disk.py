@@ -29,7 +29,7 @@ def hang(handle):
     fsync(handle)
 
 async def write(one_run):
-    interruption = one_run._interruption
+    interruption = one_run.interruption
     with interruption.attached(), interruption.ending_afterwards():
         interruption.enter(Phase.TRAINING)
         os.fsync = hang

@@ -272,7 +272,7 @@ def test_a_run_says_what_it_failed_of_first_whatever_ended_it_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], later: BaseException
 ) -> None:
     async def fail(one_run: main._Run) -> None:
-        one_run._interruption.shutdown.remember(GenerationError("the tool is broken"))
+        one_run.interruption.shutdown.remember(GenerationError("the tool is broken"))
         raise later
 
     monkeypatch.setattr(main._Run, "execute", fail)

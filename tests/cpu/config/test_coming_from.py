@@ -248,7 +248,7 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "#   trainer.ckpt_path=/c/$(date): $(date) is not run",
         ),
         ("trainer.seed=$1", "#   trainer.seed=$1: $1 is known only when the script runs"),
-        ("trainer.epoks=3", "#   trainer.epoks=3: did you mean trainer.epochs?"),
+        ("trainer.epoks=3", "#   trainer.epoks=3; did you mean trainer.epochs?"),
         ("trainer.cheese=3", "#   trainer.cheese=3: in neither SkyRL's keys nor ours"),
         (
             "trainer.strategy=megatron",

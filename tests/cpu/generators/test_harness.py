@@ -284,8 +284,6 @@ HERE = "tests.cpu.generators.test_harness"
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({}, "needs generator.command or generator.entrypoint, one of them, got neither"),
-        ({"command": "true", "entrypoint": f"{HERE}:leave"}, "got both"),
         ({"command": "  "}, "generator.command must be a command line, got '  '"),
         ({"command": "echo 'x"}, "generator.command must be a command line for /bin/sh, got .*nterminated"),
         ({"command": "no-such-agent --now"}, "must begin with a program that can be found, got 'no-such-agent'"),

@@ -223,8 +223,8 @@ def test_environments_are_made_by_registered_name_or_by_path() -> None:
     ("env_class", "message"),
     [
         ("gsm9k", r"env_class must be module:Class or one of .*gsm8k.*relay.*'gsm9k'"),
-        ("no_such_module:Env", r"'no_such_module:Env' must name an importable"),
-        ("skyrl_async.tasks.relay:Nothing", r"has no 'Nothing'"),
+        ("no_such_module:Env", r"env_class='no_such_module:Env' cannot be imported: No module"),
+        ("skyrl_async.tasks.relay:Nothing", r"has no attribute 'Nothing'"),
     ],
 )
 def test_an_unknown_environment_is_refused_by_name(env_class: str, message: str) -> None:
