@@ -21,8 +21,9 @@ from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.generator import GeneratorConfig
-from skyrl_async.config.schema.run import Config, GeneratorKind, SamplingConfig, Schedule
+from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, SamplingConfig
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator

@@ -21,8 +21,10 @@ from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import devices_are_shared
-from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.run import Config, Device, EngineBackend, TrainingBackendName, WeightTransfer
+from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.fields import Device, from_section
+from skyrl_async.config.schema.run import Config, WeightTransfer
+from skyrl_async.config.schema.training import TrainingBackendName
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife

@@ -19,7 +19,8 @@ from skyrl_async.composition.closing import ClosingStack, descendants, kill_desc
 from skyrl_async.config.rules.device_plan import DevicePlan, Unit
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import device_plan, device_unit, num_cpu_slots
-from skyrl_async.config.schema.run import Config, Device, PlacementConfig
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.run import Config, PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError, EngineStartError
 
 if TYPE_CHECKING:

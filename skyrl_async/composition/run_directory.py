@@ -25,7 +25,8 @@ import yaml
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, Usable, read_state
 from skyrl_async.config.load import to_yaml
-from skyrl_async.config.schema.run import Config, ResumeMode
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.tracker import read_rows
 

@@ -19,19 +19,12 @@ from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement
 from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_policy, on_leased_devices
 from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.run import (
-    Config,
-    EngineConfig,
-    EvaluationConfig,
-    FullyAsyncConfig,
-    GeneratorConfig,
-    SamplingConfig,
-    Schedule,
-    StalenessPolicy,
-    TrainerConfig,
-)
-from skyrl_async.config.schema.run import OnFailedSamples as OnFailedSamplesName
+from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
+from skyrl_async.config.schema.generator import OnFailedSamples as OnFailedSamplesName
+from skyrl_async.config.schema.run import Config, EvaluationConfig
+from skyrl_async.config.schema.trainer import FullyAsyncConfig, Schedule, StalenessPolicy, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine

@@ -12,9 +12,13 @@ from pathlib import Path
 
 from skyrl_async.config.rules import algorithm, deepspeed, placement, policy
 from skyrl_async.config.rules.devices import has_distribution
-from skyrl_async.config.schema.run import Config, Device, EngineBackend, GeneratorKind, ResumeMode
+from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.generator import GeneratorKind
+from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.server import MAX_PORT
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import ConfigError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.config.rules.devices import training_device
-from skyrl_async.config.schema.run import Config, Device, TrainingBackendName
-from skyrl_async.config.schema.training import DeepSpeedConfig
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.training import DeepSpeedConfig, TrainingBackendName
 from skyrl_async.errors import ConfigError
 
 _AUTO = "auto"

@@ -4,7 +4,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from skyrl_async.config.schema.run import Device, EngineBackend, EngineConfig, TrainingConfig
+from skyrl_async.config.schema.engine import EngineBackend, EngineConfig
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.training import TrainingConfig
 
 
 @cache

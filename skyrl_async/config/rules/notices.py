@@ -22,8 +22,11 @@ from skyrl_async.config.schema.algorithm import (
     SequenceMaskMetric,
     TisRatioType,
 )
+from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.groups import GROUPS
-from skyrl_async.config.schema.run import Config, Device, EngineBackend, GeneratorKind
+from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.config.schema.training import LrSchedule

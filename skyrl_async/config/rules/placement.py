@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
-from skyrl_async.config.schema.run import Config, Device, EngineBackend, PlacementConfig, WeightTransfer
+from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.run import Config, PlacementConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 

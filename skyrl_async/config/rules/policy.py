@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_async.config.rules.devices import engine_device
-from skyrl_async.config.schema.run import Config, Device, DType, EngineBackend
+from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.fields import Device, DType
+from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.errors import PolicyError
 

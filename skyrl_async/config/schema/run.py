@@ -7,42 +7,14 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from skyrl_async.config.schema.engine import EngineBackend, EngineConfig, PauseModeName
-from skyrl_async.config.schema.fields import Device, DType, bounded
-from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, OnFailedSamples, SamplingConfig
+from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.config.schema.fields import bounded
+from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_async.config.schema.policy import PolicyConfig
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.config.schema.task import TaskConfig
-from skyrl_async.config.schema.trainer import FullyAsyncConfig, ResumeMode, Schedule, StalenessPolicy, TrainerConfig
-from skyrl_async.config.schema.training import LrSchedule, TrainingBackendName, TrainingConfig
-
-__all__ = [
-    "Config",
-    "DType",
-    "Device",
-    "EngineBackend",
-    "EngineConfig",
-    "EvaluationConfig",
-    "FullyAsyncConfig",
-    "GeneratorConfig",
-    "GeneratorKind",
-    "LoggingConfig",
-    "LrSchedule",
-    "OnFailedSamples",
-    "PauseModeName",
-    "PlacementConfig",
-    "PolicyConfig",
-    "ResumeMode",
-    "SamplingConfig",
-    "Schedule",
-    "ServerConfig",
-    "StalenessPolicy",
-    "TrainerConfig",
-    "TrainingBackendName",
-    "TrainingConfig",
-    "WeightSyncConfig",
-    "WeightTransfer",
-]
+from skyrl_async.config.schema.trainer import TrainerConfig
+from skyrl_async.config.schema.training import TrainingConfig
 
 
 class WeightTransfer(Enum):

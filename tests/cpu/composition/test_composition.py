@@ -15,7 +15,10 @@ from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage
 from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema.run import Config, Device, EngineConfig, PlacementConfig, TrainingConfig
+from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.run import Config, PlacementConfig
+from skyrl_async.config.schema.training import TrainingConfig
 from skyrl_async.errors import ConfigError, PolicyError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy

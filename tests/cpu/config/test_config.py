@@ -15,15 +15,11 @@ from omegaconf import OmegaConf
 from skyrl_async.config import help as config_help
 from skyrl_async.config.load import compose_config, from_overrides, load, run_cli, to_yaml
 from skyrl_async.config.rules.devices import num_gpus
+from skyrl_async.config.schema.engine import EngineBackend, PauseModeName
+from skyrl_async.config.schema.fields import Device, DType
 from skyrl_async.config.schema.groups import GROUPS
-from skyrl_async.config.schema.run import (
-    Config,
-    Device,
-    DType,
-    EngineBackend,
-    PauseModeName,
-    StalenessPolicy,
-)
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, PolicyError
 from tests.cpu.quick_config import config_of
 

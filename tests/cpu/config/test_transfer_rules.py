@@ -3,16 +3,11 @@
 import pytest
 
 from skyrl_async.config.rules.placement import broadcast_backend, transfer_rules
+from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
-from skyrl_async.config.schema.run import (
-    Config,
-    Device,
-    EngineConfig,
-    PlacementConfig,
-    TrainingConfig,
-    WeightSyncConfig,
-    WeightTransfer,
-)
+from skyrl_async.config.schema.run import Config, PlacementConfig, WeightSyncConfig, WeightTransfer
+from skyrl_async.config.schema.training import TrainingConfig
 
 SHARED = PlacementConfig(groups=[["policy", "generate"]], devices=[2])
 APART = PlacementConfig(groups=[["policy"], ["generate"]], devices=[1, 1])

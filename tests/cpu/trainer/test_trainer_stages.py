@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.schema.run import Schedule, TrainerConfig
+from skyrl_async.config.schema.trainer import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest

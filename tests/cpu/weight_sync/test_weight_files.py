@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.composition.publishing import check_shared_memory
-from skyrl_async.config.schema.run import Config, DType, PolicyConfig
+from skyrl_async.config.schema.fields import DType
+from skyrl_async.config.schema.policy import PolicyConfig
+from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, PublishError, WeightsWriteError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
