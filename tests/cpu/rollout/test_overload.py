@@ -127,18 +127,18 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_workers_and_a_hundred_thousand_prompts_cost_no_more_wake_ups_per_group_than_ten(
+def test_thousands_of_workers_and_prompts_cost_no_more_wake_ups_per_group_than_ten(
     no_collections: None,
 ) -> None:
     per_group = {}
-    for num_workers in (10, 10_000):
+    for num_workers in (10, 3_000):
         num_groups, num_prompts = 3 * num_workers, 10 * num_workers
         run = simulate(num_workers, num_groups, num_prompts=num_prompts, generator_over=TimedGenerator)
         per_group[num_workers] = run.num_callbacks / num_groups
         prompts = run.simulation.dataloader.statistics()
         assert prompts["trained_total"] == num_groups
         assert prompts["new"] == num_prompts - num_groups and prompts["running"] == prompts["finished"] == 0
-    assert per_group[10_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
+    assert per_group[3_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
 
 
 @pytest.mark.slow
@@ -170,10 +170,10 @@ def test_a_run_of_twice_the_steps_holds_no_more_memory() -> None:
         1, multiprocessing.get_context("spawn")
     ) as alone:  # threads of other tests hold memory too
         alone.submit(bytes_held, 40).result()  # what is imported and cached once
-        most, held = alone.submit(bytes_held, 800).result()
-        most_of_twice, held_of_twice = alone.submit(bytes_held, 1600).result()
-    assert held_of_twice - held < 800 * MAX_BYTES_KEPT_PER_GROUP
-    assert most_of_twice - most < 800 * MAX_BYTES_PER_GROUP
+        most, held = alone.submit(bytes_held, 400).result()
+        most_of_twice, held_of_twice = alone.submit(bytes_held, 800).result()
+    assert held_of_twice - held < 400 * MAX_BYTES_KEPT_PER_GROUP
+    assert most_of_twice - most < 400 * MAX_BYTES_PER_GROUP
 
 
 class SavedPolicy(ModelledPolicy):
