@@ -85,13 +85,10 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             log_path, has_console = run_dir / "run.log", config.logging.console
             stack.enter_context(run_logging(log_path, config.logging.level, has_console=has_console))
             config_file = RunConfigFile(run_dir, config, None if resumed is None else resumed.state.step)
-        except SkyRLAsyncError as error:
-            sys.stderr.write(f"error: {error}\n")
-            return _REFUSED
-        except OSError as error:
+        except (SkyRLAsyncError, OSError) as error:
             found = value_text(config.trainer.output_dir)
-            expected = "trainer.output_dir must be a directory that can be written to"
-            sys.stderr.write(f"error: {expected}, got {found!r}: {error}\n")
+            wrong = f"trainer.output_dir must be a directory that can be written to, got {found!r}: "
+            sys.stderr.write(f"error: {wrong if isinstance(error, OSError) else ''}{error}\n")
             return _REFUSED
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
         logger.info("overrides: %s", " ".join(overrides))

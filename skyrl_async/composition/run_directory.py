@@ -19,11 +19,11 @@ import socket
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, Usable, read_state
+from skyrl_async.config.help import flat
 from skyrl_async.config.load import to_yaml
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import ResumeMode
@@ -97,10 +97,10 @@ class RunConfigFile:
     def changes(self) -> list[str]:
         """Return what differs from the run so far, as ``training.lr=0.0008 (was 0.0003)``; nothing where its file cannot be read."""
         try:
-            before = dict(_values(yaml.safe_load(self._path.read_text())))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            before = dict(flat(yaml.safe_load(self._path.read_text())))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # or no mapping
             return []
-        now = dict(_values(yaml.safe_load(self._text)))
+        now = dict(flat(yaml.safe_load(self._text)))
         return [
             f"{key}={value} (was {before[key]})"
             for key, value in now.items()
@@ -116,14 +116,6 @@ class RunConfigFile:
         arriving = self._path.with_name("config.yaml.new")
         write_private(arriving, self._text)
         arriving.replace(self._path)  # the file exists at every moment
-
-
-def _values(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _values(value, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, tree
 
 
 _LOGS = ("metrics.jsonl", "trained_groups.jsonl")

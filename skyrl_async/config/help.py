@@ -144,7 +144,7 @@ def updated(page: str) -> str:
     for group, options in GROUPS.items():
         for name, option in options.items():
             mark = " (default)" if name == default_option(group) else ""
-            values = ", ".join(f"`{key}={value_text(value)}`" for key, value in _flat(option.values))
+            values = ", ".join(f"`{key}={value_text(value)}`" for key, value in flat(option.values))
             lines.append(f"| `{group}` | `{name}`{mark} | {option.text} | {values} |")
     for section in (*sections(), ""):
         about = sections().get(section, "")
@@ -160,14 +160,15 @@ def updated(page: str) -> str:
 @cache
 def _toy_values() -> dict[str, str]:
     """What the default policy sets to something else than the schema's default, as one would write it."""
-    values = {key: value_text(value) for key, value in _flat(GROUPS["policy"]["tiny"].values)}
+    values = {key: value_text(value) for key, value in flat(GROUPS["policy"]["tiny"].values)}
     return {key: value for key, value in values.items() if value != all_keys()[key].default}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every single value of nested dictionaries with its dotted key; an empty dictionary is a value."""
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -15,8 +15,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from skyrl_async.errors import ConfigError
-
 _STEP = "trainer/step"
 
 
@@ -24,13 +22,9 @@ class WandbSink:
     """Logs to the W&B run that belongs to a run directory."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Start or continue the W&B run. Raises ``ConfigError`` when the package is missing."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "logging.wandb must be false while wandb is not installed, got true: install skyrl-async[wandb]"
-            ) from error
+        """Start or continue the W&B run; the rules of the configuration have seen that the package is there."""
+        import wandb
+
         identity = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=project, name=run_dir.name, id=identity, dir=str(run_dir), config=dict(config), resume="allow"

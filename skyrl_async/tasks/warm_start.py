@@ -190,48 +190,46 @@ def _batches(
                 return
 
 
+@dataclass
 class _Rows:
     """Draws rows of a task, none of a hidden prompt."""
 
-    def __init__(
-        self, task: WarmStartTask, tokenizer: PreTrainedTokenizerFast, rng: random.Random, hidden: frozenset[str]
-    ) -> None:
-        self._task = task
-        self._tokenizer = tokenizer
-        self._rng = rng
-        self._hidden = hidden
+    task: WarmStartTask
+    tokenizer: PreTrainedTokenizerFast
+    rng: random.Random
+    hidden: frozenset[str]
 
     def hide_some(self, num_prompts: int) -> list[Row]:
         """Return flawless rows of ``num_prompts`` prompts that are hidden from now on."""
         prompts = [self._draw_prompt() for _ in range(num_prompts)]
-        self._hidden |= {prompt.uid for prompt in prompts}
-        return [self._row(prompt, self._task.conversation(prompt, self._rng)) for prompt in prompts]
+        self.hidden |= {prompt.uid for prompt in prompts}
+        return [self._row(prompt, self.task.conversation(prompt, self.rng)) for prompt in prompts]
 
     def clean(self) -> Row:
         """Draw a flawless row; some rows are the longest of several draws."""
         drawn: list[tuple[Prompt, list[Message]]] = []
-        for _ in range(LONGEST_OF if self._rng.random() < LONG_SHARE else 1):
+        for _ in range(LONGEST_OF if self.rng.random() < LONG_SHARE else 1):
             prompt = self._draw_prompt()
-            drawn.append((prompt, self._task.conversation(prompt, self._rng)))
+            drawn.append((prompt, self.task.conversation(prompt, self.rng)))
         return self._row(*max(drawn, key=lambda pair: sum(len(message["content"]) for message in pair[1])))
 
     def mixture(self, plan: WarmStartConfig) -> Row:
         """Draw a row of the second phase."""
         prompt = self._draw_prompt()
         shares = {"terse_share": plan.terse_share, "slip_rate": plan.slip_rate}
-        return self._row(prompt, self._task.conversation(prompt, self._rng, **shares))
+        return self._row(prompt, self.task.conversation(prompt, self.rng, **shares))
 
     def _row(self, prompt: Prompt, conversation: list[Message]) -> Row:
-        return encode_conversation(self._tokenizer, conversation, tools_of(prompt))
+        return encode_conversation(self.tokenizer, conversation, tools_of(prompt))
 
     def _draw_prompt(self) -> Prompt:
         for _ in range(MAX_DRAWS):
-            prompt = self._task.draw_prompt(self._rng)
-            if prompt.uid not in self._hidden:
+            prompt = self.task.draw_prompt(self.rng)
+            if prompt.uid not in self.hidden:
                 return prompt
         raise ConfigError(
-            f"task.num_eval_prompts must leave some prompts of task.name={self._task.name} to learn from, "
-            f"but {len(self._hidden)} are held out; ask for fewer"
+            f"task.num_eval_prompts must leave some prompts of task.name={self.task.name} to learn from, "
+            f"but {len(self.hidden)} are held out; ask for fewer"
         )
 
 

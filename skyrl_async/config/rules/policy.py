@@ -30,8 +30,8 @@ def tiny_policy_rules(config: Config) -> Iterator[str]:
             "built-in tasks bring what is learned, and a policy of your own is not warm-started"
         )
     width, heads = policy.hidden_size, policy.num_heads
-    if is_tiny and (heads < 2 or heads % 2 or width % heads):
-        yield f"policy.num_heads must be even and divide policy.hidden_size ({width}), got {heads}"
+    if is_tiny and (heads % 2 or width % (2 * heads)):
+        yield f"policy.num_heads must be even and divide half of policy.hidden_size ({width}), got {heads}"
 
 
 def adapter_rules(config: Config) -> Iterator[str]:

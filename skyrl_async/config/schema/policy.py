@@ -97,13 +97,13 @@ class PolicyConfig:
     """Type of the weights that engines serve; training keeps float32 master weights."""
     trust_remote_code: bool = False
     """Passed to transformers and vLLM."""
-    hidden_size: int = 128
+    hidden_size: int = bounded(128, ge=1)
     """Width of the tiny policy."""
-    num_layers: int = 2
+    num_layers: int = bounded(2, ge=1)
     """Layers of the tiny policy."""
-    num_heads: int = 4
+    num_heads: int = bounded(4, ge=1)
     """Attention heads of the tiny policy; half as many key-value heads."""
-    intermediate_size: int = 512
+    intermediate_size: int = bounded(512, ge=1)
     """Width of the tiny policy's MLPs."""
     tie_word_embeddings: bool = False
     """Share the tiny policy's input and output embeddings."""

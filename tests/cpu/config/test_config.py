@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -350,7 +351,12 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["task.name=chess"],
             "task.name must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'chess'",
         ),
-        (["policy.num_heads=3"], r"policy.num_heads must be even and divide policy.hidden_size \(128\), got 3"),
+        (
+            ["policy.num_heads=3"],
+            r"policy.num_heads must be even and divide half of policy.hidden_size \(128\), got 3",
+        ),
+        (["policy.hidden_size=100"], r"divide half of policy.hidden_size \(100\), got 4"),
+        (["policy.num_layers=0"], r"policy.num_layers must be >= 1, got 0"),
         (["task.num_train_prompts=4"], r"policy_mini_batch_size must be <= task.num_train_prompts \(4\), got 8"),
         (["generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=grpo, got 1: a group of one has no adv"),
         (
@@ -571,3 +577,9 @@ def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
 def test_the_configuration_reference_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/config.md").read_text()
     assert page == config_help.updated(page), "run: make reference"
+
+
+def test_wandb_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging.wandb must be false .* install skyrl-async\[wandb\]"):
+        config_of("logging.wandb=true")

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_async.errors import CheckpointError, ConfigError
+from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
-from skyrl_async.metrics.sinks import TensorBoardSink, WandbSink
+from skyrl_async.metrics.sinks import TensorBoardSink
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import MetricsLog, Tracker, free_path, read_rows, read_steps
@@ -144,12 +144,6 @@ def test_tensorboard_reads_what_was_logged_and_hides_what_a_resume_dropped(tmp_p
 def test_tensorboard_loads_neither_torch_nor_tensorflow() -> None:
     code = "import sys, skyrl_async.metrics.sinks; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_wandb_without_the_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging.wandb must be false .* install skyrl-async\[wandb\]"):
-        WandbSink(tmp_path, "project", {})
 
 
 def spans(path: Path) -> list[dict[str, Any]]:

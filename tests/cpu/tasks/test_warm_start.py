@@ -184,19 +184,6 @@ def test_an_initial_policy_loads_with_transformers_as_it_was_made(tmp_path: Path
     assert tokenizer.apply_chat_template(conversation) == made.apply_chat_template(conversation)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_layers": 0}, r"policy\.num_layers must be >= 1, got 0"),
-        ({"num_heads": 3}, r"policy\.num_heads must be even, got 3"),
-        ({"hidden_size": 100}, r"policy\.hidden_size must be a multiple of .*got 100"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused(values: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PolicySizes(**values)  # type: ignore[arg-type]
-
-
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
     matrices = torch.randn(3, 16, 48, generator=torch.Generator().manual_seed(0))
     singular_values = torch.linalg.svdvals(orthogonalised(matrices))
