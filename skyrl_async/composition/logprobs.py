@@ -101,7 +101,7 @@ async def start_logprob_workers(
             )
 
         lease = lease_of(name, device_groups)
-        workers = await LogprobWorkers.start(start, max_restarts=config.trainer.max_restarts, device_lease=lease)
+        workers = await LogprobWorkers(start, max_restarts=config.trainer.max_restarts, device_lease=lease).started()
         stack.push_async_callback(workers.close)
         return workers
 

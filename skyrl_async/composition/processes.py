@@ -183,12 +183,12 @@ async def _start_policy(
             config, settings, resources, num_workers=num_workers, policy_path=trained, publishes=True
         )
 
-    return await RecoveringPolicy.start(
+    return await RecoveringPolicy(
         start,
         max_restarts=config.trainer.max_restarts,
         directory=run_dir / "recovery",
         max_journal_bytes=config.trainer.restart_journal_mb << 20,
-    )
+    ).started()
 
 
 def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:

@@ -61,7 +61,7 @@ async def test_new_workers_send_the_file_that_dead_ones_wrote(ray_session: None,
         pid = await ray.get_actor(started[-1].names[0]).__ray_call__.remote(lambda rank: os.getpid())
         os.kill(pid, signal.SIGKILL)
 
-    policy = await RecoveringPolicy.start(start, max_restarts=2, directory=tmp_path / "recovery")
+    policy = await RecoveringPolicy(start, max_restarts=2, directory=tmp_path / "recovery").started()
     engines = [ReceivingEngine(f"engine-{i}") for i in range(2)]
     broadcast = WeightBroadcast(
         policy=policy, backend=GLOO, must_receive=lambda engine: True, bucket_bytes=1000, timeout_s=10.0

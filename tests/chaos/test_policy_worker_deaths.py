@@ -53,7 +53,7 @@ class Group:
             group.pids = [(await ray.get_actor(name).boot.remote()).pid for name in workers.names]
             return workers
 
-        group.policy = await RecoveringPolicy.start(start, max_restarts=3, directory=directory / "recovery")
+        group.policy = await RecoveringPolicy(start, max_restarts=3, directory=directory / "recovery").started()
         return group
 
     async def killed_while_saving(self, directory: Path) -> None:

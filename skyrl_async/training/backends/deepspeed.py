@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,22 @@ from torch.distributed.tensor import DTensor, Shard
 from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import TrainingError
 from skyrl_async.training import rank_process
-from skyrl_async.training.backends.fsdp import persistent_buffers
-from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.state_files import read_state, write_state
+from skyrl_async.training.backends.sharded import ShardedBackend, persistent_buffers
+from skyrl_async.training.backends.state_files import read_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of Adam's moments."""
 
 
-class DeepSpeedBackend:
-    """ZeRO over all ranks of the default process group. ``close`` leaves the group."""
+class DeepSpeedBackend(ShardedBackend):
+    """ZeRO over all ranks of the default process group."""
 
     def __init__(self, settings: TrainingSettings, deepspeed: DeepSpeedConfig, device: torch.device) -> None:
-        self._settings = settings
+        super().__init__(settings, device)
         self._deepspeed = deepspeed
-        self._device = device
         self._engine: Any
-        self._optimizer: torch.optim.Optimizer
-        self._schedule: WarmupSchedule
-        self._state: ZeroState
-        self._shapes: dict[str, tuple[int, ...]]
+        self._zero: ZeroState
         self._has_gradients = False
 
     def build(self, model: nn.Module) -> nn.Module:
@@ -51,14 +46,12 @@ class DeepSpeedBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self._settings.mixed_precision:
             _compute_in_bfloat16(model, self._device)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        model.to(self._device)
-        self._optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], self._settings)
-        self._schedule = WarmupSchedule(self._optimizer, self._settings)
+        self._take(model.to(self._device))
+        self._continue_after(0)
         config = engine_config(self._deepspeed, self._settings.deepspeed_json, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
         self._zero_optimizer = self._engine.optimizer if self._deepspeed.zero_stage else None
-        self._state = ZeroState(self._engine, self._optimizer, self._deepspeed.zero_stage)
+        self._zero = ZeroState(self._engine, self._optimizer, self._trained, self._deepspeed.zero_stage)
         return self._engine
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -81,7 +74,7 @@ class DeepSpeedBackend:
             raise TrainingError(
                 f"the gradient norm is not finite over {denominator:.0f} tokens at learning rate {self.lr:.3g}. Nothing was applied"
             )
-        self._schedule.continue_after(self.version + 1)
+        self._continue_after(self.version + 1)
         return norm
 
     def _step_zero(self, denominator: float) -> float:
@@ -123,27 +116,8 @@ class DeepSpeedBackend:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
         self.backward(self._engine(input_ids=ids, use_cache=False).logits.sum() * 0.0, is_last=True)
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._schedule.lr
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps made on the weights, those before a checkpoint included."""
-        return self._schedule.num_steps
-
-    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
-        yield from self._full(self._engine.module.named_parameters())
-        yield from persistent_buffers(self._engine.module)
-
-    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Like ``iter_full_params``, for the parameters that train."""
-        yield from self._full((n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad)
-
-    def _full(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in parameters:
+    def _full(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in parameters.items():
             with self._gathered(parameter):
                 full = parameter.detach().clone()
             yield name, full
@@ -156,36 +130,25 @@ class DeepSpeedBackend:
         gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters([parameter])
         return gathered
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape by Hugging Face name."""
-        return dict(self._shapes)
-
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler under ``directory``, without frozen parameters. Raises as ``write_state``.
-
-        Each rank writes a copy of its shard, made on the device of the parameters.
-        """
-        write_state(directory, self._sharded_state(), self.version)
-
     def load(self, directory: Path) -> None:
         """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay this run's."""
-        state = self._sharded_state()
+        state = self._state()
         num_steps = read_state(directory, state)
-        zero, optimizer_state = self._state, state["optimizer"]["state"]
+        zero, optimizer_state = self._zero, state["optimizer"]["state"]
         zero.make_moments(max(float(each["step"]) for each in optimizer_state.values()))
         for name in zero.parameters:
             zero.set_weight(name, state["model"][name].full_tensor())
             for key in MOMENTS:
                 zero.set_moment(name, key, optimizer_state[name][key].full_tensor())
-        for name, buffer in persistent_buffers(self._engine.module):
+        for name, buffer in persistent_buffers(self._model):
             buffer.copy_(state["model"][name])
-        self._schedule.continue_after(num_steps)
+        self._continue_after(num_steps)
         self._has_gradients = False
 
-    def _sharded_state(self) -> dict[str, Any]:
-        """Model and optimizer as torch's ``get_optimizer_state_dict`` returns them, sharded along their first dimension. Collective."""
+    def _state(self) -> dict[str, Any]:
+        """Tensors are sharded along their first dimension: each rank writes a copy of its shard, made on the device of the parameters."""
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        zero = self._state
+        zero = self._zero
         optimizer_state = {
             name: {
                 "step": torch.tensor(zero.num_steps(name), dtype=torch.float32),
@@ -197,7 +160,7 @@ class DeepSpeedBackend:
         return {
             "model": {
                 **{name: _shard(zero.weight(name), mesh) for name in zero.parameters},
-                **dict(persistent_buffers(self._engine.module)),
+                **dict(persistent_buffers(self._model)),
             },
             "optimizer": {"state": optimizer_state, "param_groups": [{"params": list(zero.parameters), **group}]},
         }
@@ -205,7 +168,7 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Leave the process group."""
         self._engine.destroy()
-        rank_process.leave()
+        super().close()
 
 
 def _shard(full: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -257,15 +220,17 @@ class ZeroState:
     Args:
         engine: DeepSpeed's engine.
         optimizer: torch's optimizer, stepped by the engine.
+        parameters: those that train, by name.
         zero_stage: 0 to 3.
     """
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, zero_stage: int) -> None:
+    def __init__(
+        self, engine: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], zero_stage: int
+    ) -> None:
         self._zero = engine.optimizer if zero_stage else None
         self._optimizer = optimizer
         self._stage = zero_stage
-        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        """Parameters that train, by name."""
+        self.parameters = parameters
 
     def weight(self, name: str) -> Tensor:
         """Return a full parameter, float32."""

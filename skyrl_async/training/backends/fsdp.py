@@ -7,7 +7,7 @@ tokens or trajectories.
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +27,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_async.errors import TrainingError
-from skyrl_async.training import rank_process
-from skyrl_async.training.backends.optimizer import WarmupSchedule, make_optimizer
-from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.state_files import read_state, write_state
+from skyrl_async.training.backends.sharded import ShardedBackend, persistent_buffers
+from skyrl_async.training.backends.state_files import read_state
 from skyrl_async.types import WeightUpdate
 
 
-class FSDPBackend:
-    """FSDP2 over all ranks of the default process group. ``close`` leaves the group.
+class FSDPBackend(ShardedBackend):
+    """FSDP2 over all ranks of the default process group.
 
     Gradients are reduced in float32 and summed, not averaged. Several ranks reduce them after every backward, so that each accumulates its
     shard only. A single rank, whose shard is the full gradient, saves those copies.
 
-    With ``trains=False`` there is no optimizer: the model computes forwards, of weights that ``load_weights`` replaces.
+    With ``trains=False`` there is no optimizer: the model computes forwards, of weights that ``load_weights`` replaces. Before that they
+    are version 0.
     """
-
-    def __init__(self, settings: TrainingSettings, device: torch.device) -> None:
-        self._settings = settings
-        self._device = device
-        self._model: nn.Module
-        self._parameters: dict[str, nn.Parameter]
-        self._trained: dict[str, nn.Parameter]
-        self._optimizer: torch.optim.Optimizer
-        self._schedule: WarmupSchedule
-        self._loaded_version = 0
 
     def build(self, model: nn.Module) -> nn.Module:
         """Shard the model per decoder layer, and make its optimizer and schedule."""
@@ -66,13 +55,10 @@ class FSDPBackend:
             for module in _sharded_modules(model):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        self._model = model
-        self._parameters = dict(model.named_parameters())
-        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._take(model)
         if settings.trains:
-            self._optimizer = make_optimizer(list(self._trained.values()), settings)
             self._fill_optimizer_state()
-            self._schedule = WarmupSchedule(self._optimizer, settings)
+            self._continue_after(0)
         return model
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -103,38 +89,15 @@ class FSDPBackend:
         is_clipped = 0 < limit < norm
         torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
         self._optimizer.step()
-        self._schedule.continue_after(self.version + 1)
+        self._continue_after(self.version + 1)
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._schedule.lr
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps made on the weights, those before a checkpoint included; 0 before ``load_weights`` replaces them."""
-        return self._schedule.num_steps if self._settings.trains else self._loaded_version
-
-    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
-        yield from self._full(self._parameters)
-        yield from persistent_buffers(self._model)
-
-    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Like ``iter_full_params``, for the parameters that train."""
-        yield from self._full(self._trained)
-
-    def _full(self, parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    def _full(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         for name, parameter in parameters.items():
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().to(self._device).full_tensor()
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape by Hugging Face name."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by those of a published version.
@@ -148,7 +111,7 @@ class FSDPBackend:
             except (OSError, SafetensorError) as error:
                 raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
             file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-            for name, shape in self.parameter_shapes().items():
+            for name, shape in self._shapes.items():
                 _, found = update.manifest.get(name, ("", None))
                 if found != shape or name not in file_of:
                     raise TrainingError(
@@ -157,17 +120,13 @@ class FSDPBackend:
             self._reshard()
             for name, parameter in self._parameters.items():
                 self._replace(parameter, file_of[name].get_tensor(name))
-        self._loaded_version = update.version
+        self.version = update.version
 
     @torch.no_grad()
     def _replace(self, parameter: nn.Parameter, full: Tensor) -> None:
         assert isinstance(parameter, DTensor)
         full = full.to(device=self._device, dtype=parameter.dtype)
         parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
-
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and completed steps under ``directory``, without frozen parameters. Raises as ``write_state``."""
-        write_state(directory, self._state(), self.version)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay this run's."""
@@ -177,12 +136,8 @@ class FSDPBackend:
         state["optimizer"]["param_groups"] = groups
         set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=False))
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
-        self._schedule.continue_after(num_steps)
+        self._continue_after(num_steps)
         self._optimizer.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        rank_process.leave()
 
     def _state(self) -> dict[str, Any]:
         """Each parameter once, under its name in ``named_parameters``: torch lists a tied head a second time, frozen or not."""
@@ -255,11 +210,3 @@ def _shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules that were sharded. Each gathers its parameters together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a checkpoint holds beside the parameters; equal on every rank."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer.detach()

@@ -72,10 +72,15 @@ class ForwardWorkers(Workers, Protocol):
 
 
 class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
-    """Made by ``start``, ended by ``close``. Calls run one at a time.
+    """``started`` comes first, ``close`` last. Calls run one at a time.
 
     On shared devices, workers compute and load while they hold a lease: of one call, or of several (``lease``). No lease is held while
     workers are replaced or wait for a version: engines on the same devices have to load that version first.
+
+    Args:
+        start: starts workers with the weights of version 0. Called again for each restart, after the previous workers are closed.
+        max_restarts: >= 0, over all calls.
+        device_lease: held while workers compute or load, by these workers alone; None if they share their devices with nobody.
     """
 
     kind = "log-prob workers"
@@ -85,34 +90,15 @@ class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
         start: Callable[[], Awaitable[ForwardWorkers]],
         *,
         max_restarts: int,
-        device_lease: DeviceLease,
+        device_lease: DeviceLease | None = None,
     ) -> None:
         super().__init__(start, max_restarts=max_restarts)
-        self._device_lease = device_lease
+        self._device_lease = device_lease or DeviceLease()
         self._lock = asyncio.Lock()
         self._caller: asyncio.Task[Any] | None = None
         """The task that holds ``lease``."""
         self._newest: WeightUpdate | None = None
         self._published = Changes()
-
-    @classmethod
-    async def start(
-        cls,
-        start: Callable[[], Awaitable[ForwardWorkers]],
-        *,
-        max_restarts: int,
-        device_lease: DeviceLease | None = None,
-    ) -> "LogprobWorkers":
-        """Start the first workers.
-
-        Args:
-            start: starts workers with the weights of version 0. Called again for each restart, after the previous workers are closed.
-            max_restarts: >= 0, over all calls.
-            device_lease: held while workers compute or load, by these workers alone; None if they share their devices with nobody.
-        """
-        workers = cls(start, max_restarts=max_restarts, device_lease=device_lease or DeviceLease())
-        await workers._start_first()
-        return workers
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[None]:

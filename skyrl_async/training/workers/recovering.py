@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 from skyrl_async.errors import (
     CheckpointError,
@@ -88,12 +88,13 @@ class RestartedWorkers(ABC, Generic[W]):
         is_left = self.num_restarts < self._max_restarts
         return "" if is_left else f"trainer.max_restarts={self._max_restarts} are used up"
 
-    async def _start_first(self) -> None:
-        """Start the first workers; start them again if one dies meanwhile. Any other failure is raised as it is."""
+    async def started(self) -> Self:
+        """Start the first workers, again if one dies meanwhile; any other failure is raised as it is. Returns this object."""
         try:
             self._workers = await self._start()
         except WorkerDiedError as error:
             await self._replace(error, "start")
+        return self
 
     async def _repeated(self, name: str, call: Callable[[W], Awaitable[T]]) -> T:
         """Make a call, with new workers as often as it takes."""
@@ -157,7 +158,15 @@ class _Gathered:
 
 
 class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
-    """Implements ``training.protocol.SendingPolicy``. ``start`` makes it, ``close`` ends it."""
+    """Implements ``training.protocol.SendingPolicy``. ``started`` comes first, ``close`` last.
+
+    Args:
+        start: starts workers with the initial policy. Called again for each restart, after the previous workers are closed.
+        max_restarts: >= 0, over all calls. A restart that fails counts too.
+        directory: for a checkpoint of the policy alone, written if the journal outgrows ``max_journal_bytes`` before there is
+            another; removed by ``close``.
+        max_journal_bytes: about 20 per token trained.
+    """
 
     kind = "policy workers"
     retried_after = (TrainingError, DeadlineError)
@@ -168,7 +177,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         *,
         max_restarts: int,
         directory: Path,
-        max_journal_bytes: int,
+        max_journal_bytes: int = 1 << 30,
     ) -> None:
         super().__init__(start, max_restarts=max_restarts)
         self._lock = asyncio.Lock()
@@ -181,28 +190,6 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         self._gathered: _Gathered | None = None
         self._missing_state = ""
         """Why the state of lost workers cannot be restored; empty if it can."""
-
-    @classmethod
-    async def start(
-        cls,
-        start: Callable[[], Awaitable[SendingPolicy]],
-        *,
-        max_restarts: int,
-        directory: Path,
-        max_journal_bytes: int = 1 << 30,
-    ) -> "RecoveringPolicy":
-        """Start the first workers, with the initial policy.
-
-        Args:
-            start: starts workers with the initial policy. Called again for each restart, after the previous workers are closed.
-            max_restarts: >= 0, over all calls. A restart that fails counts too.
-            directory: for a checkpoint of the policy alone, written if the journal outgrows ``max_journal_bytes`` before there is
-                another; removed by ``close``.
-            max_journal_bytes: about 20 per token trained.
-        """
-        policy = cls(start, max_restarts=max_restarts, directory=directory, max_journal_bytes=max_journal_bytes)
-        await policy._start_first()
-        return policy
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int

@@ -22,8 +22,8 @@ from skyrl_async.config.schema.training import TrainingConfig
 from skyrl_async.errors import ConfigError, PolicyError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
-from skyrl_async.training.backends.optimizer import lr_factor
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.sharded import lr_factor
 from skyrl_async.types import Group, Prompt, Trajectory
 from tests.cpu.config.test_config import policy_directory
 from tests.cpu.quick_config import config_of
@@ -61,11 +61,8 @@ def test_a_run_has_the_steps_asked_for_or_those_its_epochs_hold(num_steps: str, 
 def test_a_falling_learning_rate_reaches_zero_at_the_end_of_a_run_that_epochs_end(schedule: str) -> None:
     config = from_overrides("trainer.num_steps=null", "trainer.num_epochs=2", f"training.lr_schedule={schedule}")
     num_steps = num_planned_steps(config, prompts(40))
-    settings = _training_settings(config, Path("unused"), num_steps)
-    factors = [
-        lr_factor(step, schedule=settings.lr_schedule, num_warmup_steps=0, num_steps=settings.num_steps)
-        for step in range(num_steps + 1)
-    ]
+    settings = replace(_training_settings(config, Path("unused"), num_steps), num_warmup_steps=0)
+    factors = [lr_factor(step, settings) for step in range(num_steps + 1)]
     assert num_steps == 10
     assert factors[0] == 1.0 and factors[-1] == pytest.approx(0.0) and factors == sorted(factors, reverse=True)
 

@@ -79,7 +79,7 @@ def test_what_shares_devices_computes_one_after_another_and_what_does_not_overla
         async def start() -> Forward:
             return Forward(groups.get("ref"), "ref")
 
-        reference = await LogprobWorkers.start(start, max_restarts=0, device_lease=lease_of("ref", groups))
+        reference = await LogprobWorkers(start, max_restarts=0, device_lease=lease_of("ref", groups)).started()
 
         async def train() -> None:
             await policy.forward_backward([ROW], [0.0], 0)
@@ -126,7 +126,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
+        workers = await LogprobWorkers(start, max_restarts=1, device_lease=lease_of("logp", groups)).started()
         publisher = WeightPublisher(
             client=client,
             policy=leasing_policy(SendingFiles(gather_seconds=0.5, send_seconds=9.0), groups),
@@ -166,7 +166,7 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
             started.append(Forward(groups["logp"], "logp"))
             return started[-1]
 
-        workers = await LogprobWorkers.start(start, max_restarts=1, device_lease=lease_of("logp", groups))
+        workers = await LogprobWorkers(start, max_restarts=1, device_lease=lease_of("logp", groups)).started()
         async with asyncio.TaskGroup() as tasks, workers.lease():
             newer = tasks.create_task(workers.load_weights(update(1)))
             assert (await workers.logprobs_of([ROW])).version == 0
@@ -228,7 +228,7 @@ async def work_on_shared_devices(
         async def start() -> Forward:
             return Forward(groups["logp"], "logp")
 
-        workers = await LogprobWorkers.start(start, max_restarts=0, device_lease=lease_of("logp", groups))
+        workers = await LogprobWorkers(start, max_restarts=0, device_lease=lease_of("logp", groups)).started()
         in_line = on_leased_devices(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.lease)
     else:
         policy = leasing_policy(ModelledPolicy(seconds_per_token=0.6), groups)

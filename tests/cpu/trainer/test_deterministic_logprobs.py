@@ -37,7 +37,7 @@ class Apart:
             return InProcessPolicy(self._settings)
 
         lease = lease_of(name, running.device_groups)
-        self._started.append(await LogprobWorkers.start(start, max_restarts=0, device_lease=lease))
+        self._started.append(await LogprobWorkers(start, max_restarts=0, device_lease=lease).started())
         return self._started[-1]
 
     async def close(self) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, TrainingError
-from skyrl_async.training.backends.optimizer import lr_factor
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.sharded import lr_factor
 from skyrl_async.training.export.hf_export import export_hf_directory
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -305,12 +305,13 @@ class TestSteps:
         ],
     )
     def test_learning_rates_warm_up_and_follow_their_schedule(self, schedule: str, expected: list[float]) -> None:
-        found = [lr_factor(step, schedule=schedule, num_warmup_steps=2, num_steps=6) for step in range(7)]
+        settings = TrainingSettings(policy_path="x", lr_schedule=schedule, num_warmup_steps=2, num_steps=6)
+        found = [lr_factor(step, settings) for step in range(7)]
         assert found == pytest.approx(expected, abs=1e-6)
 
     def test_an_unknown_schedule_is_refused_with_the_known_ones(self) -> None:
         with pytest.raises(ConfigError, match="must be one of constant, cosine, linear, got 'step'"):
-            lr_factor(0, schedule="step", num_warmup_steps=0, num_steps=None)
+            lr_factor(0, TrainingSettings(policy_path="x", lr_schedule="step", num_steps=1))
 
     def test_settings_that_cannot_train_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="temperature must be > 0 while training, got 0"):

@@ -87,7 +87,7 @@ async def started(
         log.append("start")
         return ModelledForward(deaths, log, error)
 
-    return await LogprobWorkers.start(start, max_restarts=max_restarts)
+    return await LogprobWorkers(start, max_restarts=max_restarts).started()
 
 
 @pytest.mark.parametrize("error", [WorkerDiedError, DeadlineError])
@@ -116,7 +116,7 @@ async def test_workers_that_die_while_they_come_up_at_first_are_replaced_and_tha
                 raise WorkerDiedError("logp-worker-0 died in boot")
             return ModelledForward([], [])
 
-        return await LogprobWorkers.start(start, max_restarts=2)
+        return await LogprobWorkers(start, max_restarts=2).started()
 
     assert (await started_after(2)).num_restarts == 2
     with pytest.raises(WorkerDiedError, match=r"died in boot; not restarted: trainer.max_restarts=2 are used up"):
@@ -168,7 +168,7 @@ async def test_a_version_whose_files_made_room_for_the_next_is_left_out(tmp_path
     assert (await workers.logprobs_of(trajectories(1, seed=1))).version == 0
     (tmp_path / "cut off").touch()
     with pytest.raises(TrainingError, match="of another model"):
-        await (await LogprobWorkers.start(refusing, max_restarts=0)).load_weights(update(5, tmp_path / "cut off"))
+        await (await LogprobWorkers(refusing, max_restarts=0).started()).load_weights(update(5, tmp_path / "cut off"))
     await workers.close()
 
 

@@ -286,7 +286,7 @@ async def test_log_probs_and_losses_are_those_of_one_rank_and_of_workers_of_thei
         groups.append(await PolicyWorkers.start(apart, num_workers=1, call_timeout_s=120.0, worker_name="logp-worker"))
         return groups[-1]
 
-    apart = await LogprobWorkers.start(start, max_restarts=1)
+    apart = await LogprobWorkers(start, max_restarts=1).started()
     reference = await apart.logprobs_of(rows)
     for version in range(2):
         found, figures = [await policy.forward_backward(rows, values, version) for policy in (two_ranks, one_rank)]

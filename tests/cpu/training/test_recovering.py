@@ -222,12 +222,12 @@ def answers_of(
 
     async def main() -> tuple[list[Any], RecoveringPolicy]:
         with tempfile.TemporaryDirectory() as directory:
-            policy = await RecoveringPolicy.start(
+            policy = await RecoveringPolicy(
                 start,
                 max_restarts=max_restarts,
                 directory=Path(directory) / "recovery",
                 max_journal_bytes=max_journal_bytes,
-            )
+            ).started()
             try:
                 answers = await drive(policy, calls, Path(directory), policy.checkpoint_written)
             finally:
@@ -295,7 +295,7 @@ class Scripted:
 
 async def started(scripted: Scripted, directory: Path, **changes: Any) -> RecoveringPolicy:
     values = {"max_restarts": 3, "directory": directory / "recovery", **changes}
-    return await RecoveringPolicy.start(scripted.start, **values)
+    return await RecoveringPolicy(scripted.start, **values).started()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,9 @@ async def test_when_no_restart_is_left_nothing_is_kept_for_one(tmp_path: Path) -
     async def start() -> Any:
         return ModelledWorkers(script)
 
-    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path / "recovery", max_journal_bytes=0)
+    policy = await RecoveringPolicy(
+        start, max_restarts=1, directory=tmp_path / "recovery", max_journal_bytes=0
+    ).started()
 
     async def train() -> None:
         await policy.forward_backward(one_row(1), [1.0], 0)
@@ -378,7 +380,7 @@ async def test_a_first_start_that_fails_of_anything_but_a_death_is_not_tried_aga
         raise error("policy-worker-0 cannot start")
 
     with pytest.raises(error, match="^policy-worker-0 cannot start$"):
-        await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+        await RecoveringPolicy(start, max_restarts=3, directory=tmp_path / "recovery").started()
     assert calls == ["start"]
 
 
@@ -391,7 +393,7 @@ async def test_workers_that_die_while_they_come_up_at_first_are_replaced_and_tha
                 raise WorkerDiedError("policy-worker-0 died in boot")
             return ModelledWorkers(FailureScript())
 
-        return await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+        return await RecoveringPolicy(start, max_restarts=3, directory=tmp_path / "recovery").started()
 
     assert (await started_after(3)).num_restarts == 3
     with pytest.raises(WorkerDiedError, match="died in boot; not restarted: trainer.max_restarts=3 are used up"):
@@ -434,7 +436,7 @@ async def test_a_cancelled_recovery_starts_anew_and_nobody_uses_half_restored_wo
     async def start() -> Policy:
         return Slow(script)
 
-    policy = await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+    policy = await RecoveringPolicy(start, max_restarts=3, directory=tmp_path / "recovery").started()
     for number in range(2):
         await policy.forward_backward(one_row(number), [1.0], number)
         await policy.step(1)
@@ -513,7 +515,7 @@ async def test_a_cancelled_restart_leaves_no_workers(tmp_path: Path) -> None:
                 await workers.close()
         return workers
 
-    policy = await RecoveringPolicy.start(start, max_restarts=3, directory=tmp_path / "recovery")
+    policy = await RecoveringPolicy(start, max_restarts=3, directory=tmp_path / "recovery").started()
     async with asyncio.TaskGroup() as tasks:
         stepping = tasks.create_task(policy.step(1))
         await is_starting.wait()
@@ -565,7 +567,7 @@ async def test_workers_that_die_over_a_broadcast_fail_it_and_new_ones_in_their_s
     async def start() -> Any:
         return ModelledWorkers(script)
 
-    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
+    policy = await RecoveringPolicy(start, max_restarts=1, directory=tmp_path).started()
     await policy.forward_backward(one_row(1), [1.0], 0)
     await policy.step(1)
     place = await policy.open_transfer(2, "gloo", 5.0)  # calls 3, or 3 and again
@@ -589,7 +591,7 @@ async def test_what_lost_workers_shared_is_not_there_any_more_and_that_is_no_fai
     async def start() -> Any:
         return ModelledWorkers(script)
 
-    policy = await RecoveringPolicy.start(start, max_restarts=1, directory=tmp_path)
+    policy = await RecoveringPolicy(start, max_restarts=1, directory=tmp_path).started()
     assert await policy.share_weights(1) == {}, "nothing was gathered"
     await policy.forward_backward(one_row(1), [1.0], 0)
     await policy.step(1)
@@ -694,7 +696,7 @@ async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(t
         async def start(script: FailureScript = script) -> Any:
             return DyingPolicy(settings, script)
 
-        policy = await RecoveringPolicy.start(start, max_restarts=3, directory=directory / "recovery")
+        policy = await RecoveringPolicy(start, max_restarts=3, directory=directory / "recovery").started()
         found, tensors = await train(policy, directory, policy.checkpoint_written)
         assert policy.num_restarts == 2
         await policy.close()
