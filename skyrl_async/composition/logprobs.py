@@ -9,17 +9,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
 from skyrl_async.composition.ray_cluster import ActorResources, ReservedDevices, worker_resources
 from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
+from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.notices import advice, idle_settings
 from skyrl_async.config.schema.algorithm import RefLogp
-from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.run import Config, WeightTransfer
+from skyrl_async.config.schema.training import TrainingBackendName
 from skyrl_async.errors import PolicyError
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
@@ -130,21 +134,40 @@ async def start_workers(
     )
 
 
-def forward_settings(config: Config, path: str) -> TrainingSettings:
-    """Return settings of workers that compute log-probs like the policy workers, under the model at ``path``."""
-    training = config.training
-    return TrainingSettings(
-        policy_path=path,
-        trains=False,
+def training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
+    """Return settings of the policy workers; ``num_steps`` are those of the whole run."""
+    training, algorithm = config.training, config.trainer.algorithm
+    deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
+    return from_section(
+        TrainingSettings,
+        training,
+        policy_path=str(policy_path),
         trust_remote_code=config.policy.trust_remote_code,
         device=training_device(training).name,
-        mixed_precision=training.mixed_precision,
-        micro_batch_tokens=training.micro_batch_tokens,
-        use_sample_packing=training.use_sample_packing,
-        logprobs_chunk_size=training.logprobs_chunk_size,
+        serve_dtype=config.policy.dtype.name,
+        shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,
+        lora=config.policy.lora if config.policy.lora.is_on else None,
+        deepspeed=deepspeed,
+        deepspeed_json=read_user_config(deepspeed, max_grad_norm=training.max_grad_norm) if deepspeed else None,
+        num_steps=num_steps,
         temperature=config.generator.sampling.temperature,
+        has_reference=algorithm.uses_reference and training.num_ref_workers == 0,
+        reference_path=reference_path(config),
+        policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),
+        loss_constants=loss_constants(algorithm),
+        correction=correction_settings(algorithm.off_policy_correction),
+        kl_estimator=algorithm.kl_estimator.name if algorithm.use_kl_loss else None,
+        kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        seed=config.trainer.seed,
         is_deterministic=config.trainer.deterministic,
     )
+
+
+def forward_settings(config: Config, path: str) -> TrainingSettings:
+    """Return settings of workers that compute log-probs like the policy workers, under the model at ``path``."""
+    settings = training_settings(config, Path(path), num_steps=0)
+    return replace(settings, trains=False, lora=None, deepspeed=None, shares_weights=False, has_reference=False)
 
 
 def stage_works(

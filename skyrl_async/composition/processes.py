@@ -12,19 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.logprobs import reference_path, start_workers
+from skyrl_async.composition.logprobs import start_workers, training_settings
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
-from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import devices_are_shared
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device, from_section
-from skyrl_async.config.schema.run import Config, WeightTransfer
-from skyrl_async.config.schema.training import TrainingBackendName
+from skyrl_async.config.schema.run import Config
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife
@@ -32,7 +29,6 @@ from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
-from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -152,7 +148,7 @@ async def start_engines_and_policy(
         return started
 
     async def start_policy() -> RecoveringPolicy:
-        settings = replace(_training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
+        settings = replace(training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
         policy = await _start_policy(config, trained, settings, run_dir, reserved)
         stack.push_async_callback(policy.close)
         return policy
@@ -189,35 +185,6 @@ async def _start_policy(
         directory=run_dir / "recovery",
         max_journal_bytes=config.trainer.restart_journal_mb << 20,
     ).started()
-
-
-def _training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
-    training, algorithm = config.training, config.trainer.algorithm
-    deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
-    return from_section(
-        TrainingSettings,
-        training,
-        policy_path=str(policy_path),
-        trust_remote_code=config.policy.trust_remote_code,
-        device=training_device(training).name,
-        serve_dtype=config.policy.dtype.name,
-        shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,
-        lora=config.policy.lora if config.policy.lora.is_on else None,
-        deepspeed=deepspeed,
-        deepspeed_json=read_user_config(deepspeed, max_grad_norm=training.max_grad_norm) if deepspeed else None,
-        num_steps=num_steps,
-        temperature=config.generator.sampling.temperature,
-        has_reference=algorithm.uses_reference and training.num_ref_workers == 0,
-        reference_path=reference_path(config),
-        policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),
-        loss_constants=loss_constants(algorithm),
-        correction=correction_settings(algorithm.off_policy_correction),
-        kl_estimator=algorithm.kl_estimator.name if algorithm.use_kl_loss else None,
-        kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-        entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
-        seed=config.trainer.seed,
-        is_deterministic=config.trainer.deterministic,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
 from skyrl_async.inference.placement import Placement, PlacementSettings
-from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.protocol import CutOff, InferenceEngine
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import EngineOutput, EngineRequest
@@ -52,41 +52,22 @@ class EngineSlot:
         self.num_calls = 0
         self.changes = Changes()
         """Of ``num_calls``."""
-        self._open: set[asyncio.Timeout] = set()
-        self._death: str | None = None
+        self.cut_off = CutOff()
+        """Ends the calls."""
 
     async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the call's blocks. Raises ``EngineDeadError`` as soon as ``cut_off`` is called, even if the engine does not react."""
+        """Yield the call's blocks. Raises ``EngineDeadError`` as soon as the calls are cut off, even if the engine does not react."""
         async with aclosing(call(self.engine, request)) as blocks:
-            while (block := await self._next(blocks)) is not None:
+            while True:
+                async with self.cut_off.block():
+                    block = await anext(blocks, None)
+                if block is None:
+                    return
                 yield block
 
     async def wait_until_idle(self) -> None:
         """Return when no call is open."""
         await self.changes.until(lambda: not self.num_calls)
-
-    def cut_off(self, reason: str) -> None:
-        """End every open call, now."""
-        if self._death is None:
-            self._death = reason
-            now = asyncio.get_running_loop().time()
-            for deadline in self._open:
-                deadline.reschedule(now)
-
-    async def _next(self, blocks: AsyncGenerator[EngineOutput, None]) -> EngineOutput | None:
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        try:
-            async with asyncio.timeout(None) as deadline:
-                self._open.add(deadline)
-                try:
-                    return await anext(blocks, None)
-                finally:
-                    self._open.discard(deadline)
-        except TimeoutError as error:
-            if self._death is None:
-                raise
-            raise EngineDeadError(self._death) from error
 
 
 class EnginePool:
@@ -209,14 +190,14 @@ class EnginePool:
                 await slot.engine.evict()
                 await slot.wait_until_idle()
         except (TimeoutError, EngineDeadError):
-            slot.cut_off(f"{name} was removed before all of its requests had left it")
+            slot.cut_off.cut(f"{name} was removed before all of its requests had left it")
         return slot.engine
 
     def drop(self, engine: InferenceEngine, reason: str) -> None:
         """Send nothing more to a dead engine, and cut off its calls. Idempotent."""
         if engine not in self.engines:
             return
-        self._take_out(engine.name).cut_off(reason)
+        self._take_out(engine.name).cut_off.cut(reason)
         if self.listener is not None:
             self.listener.engine_died(engine.name, reason)
 

@@ -4,8 +4,10 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import Protocol
 
+from skyrl_async.errors import EngineDeadError
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 
@@ -112,3 +114,40 @@ async def pause_then_load(engine: InferenceEngine, update: WeightUpdate, mode: P
     acknowledge_seconds = clock() - asked
     await engine.load_weights(update)
     return acknowledge_seconds
+
+
+class CutOff:
+    """Ends what is awaited in an engine as soon as the engine is dead, even if nothing answers any more."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """Why the engine is dead; None while it is not."""
+        self._open: dict[asyncio.Timeout, None] = {}
+
+    def cut(self, reason: str) -> None:
+        """End every open block. Idempotent: the first reason stays."""
+        if self.reason is None:
+            self.reason = reason
+            now = asyncio.get_running_loop().time()
+            for deadline in self._open:
+                deadline.reschedule(now)
+
+    def check(self) -> None:
+        """Raise ``EngineDeadError`` if the engine is dead."""
+        if self.reason is not None:
+            raise EngineDeadError(self.reason)
+
+    @asynccontextmanager
+    async def block(self) -> AsyncIterator[None]:
+        """What the block awaits ends when ``cut`` is called. Raises ``EngineDeadError`` then, and if it was called before."""
+        self.check()
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._open[deadline] = None
+                try:
+                    yield
+                finally:
+                    del self._open[deadline]
+        except TimeoutError:
+            self.check()
+            raise

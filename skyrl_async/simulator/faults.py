@@ -5,9 +5,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.generation import stream_once
-from skyrl_async.inference.protocol import InferenceEngine, pause_then_load
+from skyrl_async.inference.protocol import CutOff, InferenceEngine, pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
 T = TypeVar("T")
@@ -22,11 +21,14 @@ class FaultyEngine:
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self.name, self.max_model_len = engine.name, engine.max_model_len
-        self.is_dead = False
-        """Whether it was killed or closed."""
+        self._cut_off = CutOff()
         self._moving = asyncio.Event()
         self._moving.set()
-        self._open: dict[asyncio.Timeout, None] = {}
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it was killed or closed."""
+        return self._cut_off.reason is not None
 
     @property
     def is_frozen(self) -> bool:
@@ -39,11 +41,7 @@ class FaultyEngine:
 
     def kill(self) -> None:
         """Raise ``EngineDeadError`` in every call from now on, and in those in flight."""
-        if not self.is_dead:
-            self.is_dead = True
-            now = asyncio.get_running_loop().time()
-            for deadline in self._open:
-                deadline.reschedule(now)
+        self._cut_off.cut(f"{self.name} was killed")
 
     async def close(self) -> None:
         """End the engine, also a frozen one."""
@@ -70,22 +68,9 @@ class FaultyEngine:
 
     async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
         """Answer a call; not while frozen, and not after death."""
-        self._raise_if_dead()
-        try:
-            async with asyncio.timeout(None) as deadline:
-                self._open[deadline] = None
-                try:
-                    await self._moving.wait()
-                    answer = await call()
-                    await self._moving.wait()
-                finally:
-                    self._open.pop(deadline, None)
-        except TimeoutError:
-            self._raise_if_dead()
-            raise
-        self._raise_if_dead()
+        async with self._cut_off.block():
+            await self._moving.wait()
+            answer = await call()
+            await self._moving.wait()
+        self._cut_off.check()
         return answer
-
-    def _raise_if_dead(self) -> None:
-        if self.is_dead:
-            raise EngineDeadError(f"{self.name} was killed")

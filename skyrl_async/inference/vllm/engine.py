@@ -27,6 +27,7 @@ from skyrl_async.errors import (
 )
 from skyrl_async.inference.generation import belongs_to, merged
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids, require_as_sent
+from skyrl_async.inference.protocol import CutOff
 from skyrl_async.inference.vllm.adapter import AdapterSlot
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
 from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
@@ -62,8 +63,7 @@ class VLLMEngine:
         self._requests: dict[str, bool] = {}
         """Engine calls in flight -> whether each can be continued."""
         self._changes = Changes()
-        self._death: str | None = None
-        self._open_deadlines: set[asyncio.Timeout] = set()
+        self._cut_off = CutOff()
         self._received: dict[str, str] = {}
         """Path of the trainer's file -> path of its broadcast copy in this engine's memory."""
 
@@ -140,7 +140,7 @@ class VLLMEngine:
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """``InferenceEngine.partial_outputs``; the tokens that the core has handed to the frontend."""
-        self._raise_if_dead()
+        self._cut_off.check()
         open_ids = self._llm.output_processor.external_req_ids
         return {i: partial_output(self._request_state(i)) for i in request_ids if i in open_ids}
 
@@ -222,7 +222,7 @@ class VLLMEngine:
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``."""
         async with self._control_lock:
-            self._raise_if_dead()
+            self._cut_off.check()
             if self._pause_mode is None:
                 raise PublishError(
                     f"engine {self.name} is not paused; pause it before loading weights {update.version}"
@@ -232,7 +232,7 @@ class VLLMEngine:
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``InferenceEngine.switch_weights``. A refused update never pauses the engine."""
         async with self._control_lock:
-            self._raise_if_dead()
+            self._cut_off.check()
             checked = await self._checked(update)
             asked = time.monotonic()  # the clock of a Ray actor's loop (uvloop) has milliseconds, and is old
             await self._pause(mode)
@@ -284,7 +284,7 @@ class VLLMEngine:
 
     async def version(self) -> int:
         """``InferenceEngine.version``."""
-        self._raise_if_dead()
+        self._cut_off.check()
         return self._version
 
     async def checksum(self) -> str:
@@ -296,7 +296,7 @@ class VLLMEngine:
 
     async def statistics(self) -> dict[str, int]:
         """Requests inside the engine, and its process ids."""
-        self._raise_if_dead()
+        self._cut_off.check()
         return {
             "num_requests": self._llm.get_num_unfinished_requests(),
             "process_id": os.getpid(),
@@ -305,13 +305,13 @@ class VLLMEngine:
 
     async def ping(self) -> None:
         """``InferenceEngine.ping``. Returns at once during a control call, which has a deadline of its own."""
-        self._raise_if_dead()
+        self._cut_off.check()
         if not self._control_lock.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""
-        self._raise_if_dead()
+        self._cut_off.check()
         resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
         if request_ids is not None:
             await self._llm.abort([name for name in resumable if belongs_to(name, request_ids)])
@@ -332,7 +332,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
-        self._raise_if_dead()
+        self._cut_off.check()
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
@@ -358,8 +358,8 @@ class VLLMEngine:
         except CoreDeadError as error:
             raise self._kill("its core process died") from error
         except (VLLMClientError, EngineGenerateError) as error:
-            if self._death is not None:
-                raise self._kill(self._death) from error
+            if self._cut_off.reason is not None:
+                raise EngineDeadError(self._cut_off.reason) from error
             refusal = RequestRefusedError if isinstance(error, VLLMClientError) else InferenceError
             raise refusal(f"engine {self.name} refused request {request.request_id}: {error}") from error
         finally:
@@ -387,14 +387,9 @@ class VLLMEngine:
 
         After any failure the core's state is unknown, and the engine is dead.
         """
-        self._raise_if_dead()
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                self._open_deadlines.add(deadline)
-                try:
-                    return await call(*args, **kwargs)
-                finally:
-                    self._open_deadlines.discard(deadline)
+            async with asyncio.timeout(timeout_s), self._cut_off.block():
+                return await call(*args, **kwargs)
         except TimeoutError as error:
             raise self._kill(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
         except Exception as error:
@@ -404,15 +399,11 @@ class VLLMEngine:
         manager = self._llm.engine_core.resources.engine_manager
         return list(manager.processes) if manager is not None else []
 
-    def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise self._kill(self._death)
-
     def _kill(self, reason: str) -> EngineDeadError:
         """Kill the core, fail all calls that wait for it, and return the error to raise. Idempotent."""
-        if self._death is None:
-            self._death = reason
+        if self._cut_off.reason is None:
             logger.info("engine %s ends: %s", self.name, reason)
+            self._cut_off.cut(f"engine {self.name} is gone: {reason}")
             loop = asyncio.get_running_loop()
             for process in self._core_processes():
                 loop.remove_reader(process.sentinel)
@@ -424,8 +415,5 @@ class VLLMEngine:
             # their context, which vLLM leaves to the garbage collector, waits for that.
             self._llm.engine_core.resources()
             self._llm.engine_core.ctx._shadow_obj.destroy(linger=0)
-            error = EngineDeadError(f"engine {self.name} is gone: {reason}")
-            self._llm.output_processor.propagate_error(error)
-            for deadline in self._open_deadlines:
-                deadline.reschedule(loop.time())
-        return EngineDeadError(f"engine {self.name} is gone: {self._death}")
+            self._llm.output_processor.propagate_error(EngineDeadError(self._cut_off.reason))
+        return EngineDeadError(self._cut_off.reason)

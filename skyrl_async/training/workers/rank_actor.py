@@ -19,9 +19,7 @@ import ray
 import torch
 
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.workers.rank import PolicyRank
-from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace, WeightSender
 
 logger = logging.getLogger(__name__)
@@ -60,6 +58,10 @@ def own_address() -> ProcessAddress:
 class RankActor(PolicyRank):
     """The methods that run beside training, and those that need Ray."""
 
+    send_weights = ray.method(concurrency_group=_WRITING)(PolicyRank.send_weights)
+    share_weights = ray.method(concurrency_group=_TRANSFERRING)(PolicyRank.share_weights)
+    unshare_weights = ray.method(concurrency_group=_TRANSFERRING)(PolicyRank.unshare_weights)
+
     def __init__(self, settings: TrainingSettings, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(settings, rank=rank, num_ranks=num_ranks)
         self._sender = WeightSender(torch.device(settings.device))
@@ -67,11 +69,6 @@ class RankActor(PolicyRank):
     def ip_address(self) -> str:
         """This machine's address, as the other ranks reach it."""
         return str(ray.util.get_node_ip_address())
-
-    @ray.method(concurrency_group=_WRITING)
-    def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """As ``PolicyRank.send_weights``; the other methods run meanwhile."""
-        return super().send_weights(version, directory, bucket_bytes)
 
     @ray.method(concurrency_group=_TRANSFERRING)
     def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
@@ -82,16 +79,6 @@ class RankActor(PolicyRank):
     def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
         """As ``WeightSender.send``."""
         self._sender.send(path, bucket_bytes)
-
-    @ray.method(concurrency_group=_TRANSFERRING)
-    def share_weights(self, version: int) -> SharedWeights:
-        """As ``PolicyRank.share_weights``; the rank may be training meanwhile."""
-        return super().share_weights(version)
-
-    @ray.method(concurrency_group=_TRANSFERRING)
-    def unshare_weights(self) -> None:
-        """As ``PolicyRank.unshare_weights``; the rank may be training meanwhile."""
-        super().unshare_weights()
 
     def boot(self) -> ProcessAddress:
         """Return this process's address; the answer shows that the process is up."""

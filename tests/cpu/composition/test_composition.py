@@ -11,8 +11,8 @@ import pytest
 
 from skyrl_async.composition import processes
 from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
-from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works
-from skyrl_async.composition.processes import _training_settings, start_engines_and_policy
+from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works, training_settings
+from skyrl_async.composition.processes import start_engines_and_policy
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import EngineConfig
@@ -61,7 +61,7 @@ def test_a_run_has_the_steps_asked_for_or_those_its_epochs_hold(num_steps: str, 
 def test_a_falling_learning_rate_reaches_zero_at_the_end_of_a_run_that_epochs_end(schedule: str) -> None:
     config = from_overrides("trainer.num_steps=null", "trainer.num_epochs=2", f"training.lr_schedule={schedule}")
     num_steps = num_planned_steps(config, prompts(40))
-    settings = replace(_training_settings(config, Path("unused"), num_steps), num_warmup_steps=0)
+    settings = replace(training_settings(config, Path("unused"), num_steps), num_warmup_steps=0)
     factors = [lr_factor(step, settings) for step in range(num_steps + 1)]
     assert num_steps == 10
     assert factors[0] == 1.0 and factors[-1] == pytest.approx(0.0) and factors == sorted(factors, reverse=True)
@@ -73,7 +73,7 @@ class TestLogprobs:
     @pytest.mark.slow
     def test_policy_workers_hold_the_reference_unless_it_has_workers_of_its_own(self) -> None:
         def settings(*overrides: str) -> TrainingSettings:
-            return _training_settings(from_overrides(*overrides), Path("unused"), 1)
+            return training_settings(from_overrides(*overrides), Path("unused"), 1)
 
         kl = ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0.1")
         assert (settings().has_reference, settings().kl_estimator, settings().kl_coef) == (False, None, 0.0)
@@ -196,4 +196,4 @@ def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
     monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     (settings,) = found
-    assert settings == replace(_training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))
+    assert settings == replace(training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import loss_constants, make_advantages
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.errors import ConfigError
@@ -254,7 +254,7 @@ def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_th
     overrides: list[str], in_the_loss: str | None, in_the_reward: float | None
 ) -> None:
     config = config_of(*overrides)
-    assert _training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
+    assert training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
     penalty = make_advantages(config.trainer.algorithm).of_step._penalty
     if in_the_reward is None:
         assert penalty is None

@@ -8,7 +8,8 @@ import pytest
 from skyrl_async.algorithms.off_policy import Anchor
 from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.composition.algorithms import correction_settings
-from skyrl_async.composition.processes import _endpoint_settings, _training_settings
+from skyrl_async.composition.logprobs import training_settings
+from skyrl_async.composition.processes import _endpoint_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.algorithm import _WEIGHABLE
 from skyrl_async.config.rules.notices import idle_settings
@@ -52,7 +53,7 @@ def test_keys_are_skyrls_and_become_bounds_on_the_ratio() -> None:
 
 
 def test_policy_workers_are_told_of_them() -> None:
-    settings = _training_settings(config_of("opsm_delta=0.1"), Path("policy"), 10)
+    settings = training_settings(config_of("opsm_delta=0.1"), Path("policy"), 10)
     assert settings.correction == CorrectionSettings(opsm_delta=0.1)
     correction = make_objective(settings).correction
     assert correction is not None and correction.anchor is Anchor.BEHAVIOR

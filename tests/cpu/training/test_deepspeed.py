@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.schema.training import DeepSpeedConfig
@@ -268,13 +268,13 @@ class TestKeys:
         }
         file.write_text(json.dumps(content))
         config = from_overrides("training.backend=deepspeed", f"training.deepspeed.config={file}")
-        settings = _training_settings(config, Path("unused"), 1)
+        settings = training_settings(config, Path("unused"), 1)
         kept = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
         assert settings.deepspeed == config.training.deepspeed and settings.deepspeed_json == kept
         found = engine_config(settings.deepspeed, settings.deepspeed_json, num_ranks=2)
         assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": False}
         assert found["wall_clock_breakdown"] is True and found["gradient_clipping"] == 0.0
-        assert _training_settings(from_overrides(), Path("unused"), 1).deepspeed is None
+        assert training_settings(from_overrides(), Path("unused"), 1).deepspeed is None
 
     def test_a_file_may_say_that_what_we_do_not_have_is_off(self, tmp_path: Path) -> None:
         file = tmp_path / "deepspeed.json"
@@ -289,7 +289,7 @@ class TestKeys:
         file.write_text(json.dumps({"gradient_allreduce_op": "mean", "zero_optimization": zero}))
         given = ("training.backend=deepspeed", f"training.deepspeed.config={file}")
         config = from_overrides(*given, "training.device=cpu")
-        assert _training_settings(config, Path("unused"), 1).deepspeed_json == {"zero_optimization": {}}
+        assert training_settings(config, Path("unused"), 1).deepspeed_json == {"zero_optimization": {}}
         offload = DeepSpeedConfig(zero_stage=3, offload_optimizer=True, config=str(file))
         with pytest.raises(
             ConfigError,
@@ -299,7 +299,7 @@ class TestKeys:
 
     def test_it_is_chosen_by_its_name_like_the_other_backend(self) -> None:
         config = from_overrides("training=deepspeed", "training.deepspeed.zero_stage=3")
-        assert _training_settings(config, Path("unused"), 1).deepspeed == DeepSpeedConfig(zero_stage=3)
+        assert training_settings(config, Path("unused"), 1).deepspeed == DeepSpeedConfig(zero_stage=3)
 
     def test_offloading_is_to_the_host_unless_a_file_says_where(self) -> None:
         settings = DeepSpeedConfig(zero_stage=3, offload_optimizer=True, offload_param=True)

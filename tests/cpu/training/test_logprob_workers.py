@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.composition.logprobs import forward_settings
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.logprobs import forward_settings, training_settings
 from skyrl_async.errors import DeadlineError, TrainingError, WorkerDiedError
 from skyrl_async.training.workers import logprob_workers
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
@@ -28,7 +27,7 @@ def test_their_forward_is_the_policy_workers_own_whatever_the_keys_say() -> None
     }
     others = ("policy.trust_remote_code=true", "trainer.deterministic=true")
     config = config_of(*(f"training.{key}={value}" for key, value in asked.items()), *others)
-    policy, forward = _training_settings(config, Path("policy"), 1), forward_settings(config, "policy")
+    policy, forward = training_settings(config, Path("policy"), 1), forward_settings(config, "policy")
     for name in (*asked, "policy_path", "trust_remote_code", "device", "temperature", "is_deterministic"):
         assert getattr(forward, name) == getattr(policy, name), name
     assert policy.is_deterministic and not forward_settings(config_of(), "policy").is_deterministic

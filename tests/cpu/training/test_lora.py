@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from skyrl_async.composition.data import PolicyFiles, Prompts
-from skyrl_async.composition.processes import _training_settings
+from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.policy import LoraConfig, LoraInit, LoraPublish
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, WeightsWriteError
@@ -408,8 +408,8 @@ def test_adapters_that_engines_cannot_serve_are_refused(overrides: tuple[str, ..
 def test_the_key_reaches_those_who_publish_and_those_who_serve() -> None:
     alone, merged = config_of(*ALONE), config_of(ALONE[0])
     assert (alone.policy.lora.served_rank, merged.policy.lora.served_rank) == (8, 0)
-    assert _training_settings(alone, Path("unused"), 1).published_adapter == Adapter(rank=8, alpha=16.0)
-    assert _training_settings(merged, Path("unused"), 1).published_adapter is None
+    assert training_settings(alone, Path("unused"), 1).published_adapter == Adapter(rank=8, alpha=16.0)
+    assert training_settings(merged, Path("unused"), 1).published_adapter is None
 
 
 @pytest.mark.slow
@@ -430,6 +430,6 @@ def test_the_keys_reach_the_adapters() -> None:
     config = from_overrides(
         "trainer.seed=3", "policy.lora.init_method=gaussian", *(f"policy.lora.{key}" for key in keys)
     )
-    settings = _training_settings(config, Path("unused"), 1)
+    settings = training_settings(config, Path("unused"), 1)
     assert (settings.lora, settings.seed) == (config.policy.lora, 3)
-    assert _training_settings(from_overrides(), Path("unused"), 1).lora is None
+    assert training_settings(from_overrides(), Path("unused"), 1).lora is None
