@@ -20,6 +20,9 @@ from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogp
 EngineCall = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
 """Runs one engine call. Its last block has a finish reason; ``abort`` means that the generation is to continue."""
 
+_COLUMNS = ("token_ids", "logprobs", "versions", "top_logprobs")
+"""Fields of ``EngineOutput`` and ``GenerationState`` with one entry per token, or none at all."""
+
 
 class GenerationState:
     """One generation's tokens so far.
@@ -63,10 +66,8 @@ class GenerationState:
             )
         if self.num_cached_tokens is None and output.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
-        self.token_ids.extend(output.token_ids)
-        self.logprobs.extend(output.logprobs)
-        self.versions.extend(output.versions)
-        self.top_logprobs.extend(output.top_logprobs)
+        for name in _COLUMNS:
+            getattr(self, name).extend(getattr(output, name))
         self.num_aborts += output.num_aborts
         if output.finish_reason is FinishReason.ABORT:
             self.num_aborts += 1
@@ -99,8 +100,8 @@ class GenerationState:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep ``num_tokens``: a stop string has ended the generation there."""
-        for column in (self.token_ids, self.logprobs, self.versions, self.top_logprobs):
-            del column[num_tokens:]
+        for name in _COLUMNS:
+            del getattr(self, name)[num_tokens:]
         self.finish_reason = FinishReason.STOP
         self._has_stop_string = True
 
@@ -127,11 +128,8 @@ class GenerationState:
     def output(self) -> EngineOutput:
         """All tokens as one engine call's output. Before the end its reason is ``abort``, which ``num_aborts`` then leaves out."""
         return EngineOutput(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
+            **{name: tuple(getattr(self, name)) for name in _COLUMNS},
             finish_reason=self.finish_reason or FinishReason.ABORT,
-            top_logprobs=tuple(self.top_logprobs),
             num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
             num_cached_tokens=self.num_cached_tokens or 0,
         )
@@ -176,24 +174,15 @@ class OpenCalls:
 
 def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:
     """The first tokens of a block that a stop string ends."""
-    return replace(
-        output,
-        token_ids=output.token_ids[:num_tokens],
-        logprobs=output.logprobs[:num_tokens],
-        versions=output.versions[:num_tokens],
-        top_logprobs=output.top_logprobs[:num_tokens],
-        finish_reason=FinishReason.STOP,
-    )
+    head = {name: getattr(output, name)[:num_tokens] for name in _COLUMNS}
+    return replace(output, **head, finish_reason=FinishReason.STOP)
 
 
 def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
     """Two consecutive blocks of a stream as one."""
     return EngineOutput(
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        versions=first.versions + second.versions,
+        **{name: getattr(first, name) + getattr(second, name) for name in _COLUMNS},
         finish_reason=second.finish_reason,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
         num_aborts=first.num_aborts + second.num_aborts,
         num_cached_tokens=first.num_cached_tokens,
     )

@@ -65,10 +65,6 @@ class EngineSlot:
                     return
                 yield block
 
-    async def wait_until_idle(self) -> None:
-        """Return when no call is open."""
-        await self.changes.until(lambda: not self.num_calls)
-
 
 class EnginePool:
     """The engines of one client.
@@ -188,7 +184,7 @@ class EnginePool:
                 if self.listener is not None:
                     await self.listener.engine_leaving(name)
                 await slot.engine.evict()
-                await slot.wait_until_idle()
+                await slot.changes.until(lambda: not slot.num_calls)
         except (TimeoutError, EngineDeadError):
             slot.cut_off.cut(f"{name} was removed before all of its requests had left it")
         return slot.engine
