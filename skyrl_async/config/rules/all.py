@@ -100,11 +100,12 @@ def path_rules(config: Config) -> Iterator[str]:
     paths = {
         "trainer.algorithm.reward_shaping": config.trainer.algorithm.reward_shaping,
         "generator.entrypoint": config.generator.entrypoint,
+        "task.reward": config.task.reward,
     }
     for key, path in paths.items():
         module, _, function = (path or "module:function").partition(":")
         if not module or not function:
-            yield f"{key} must be module:function, got {path!r}"
+            yield f"{key} must be package.module:function, got {path!r}"
 
 
 def deterministic_engine_rules(config: Config) -> Iterator[str]:

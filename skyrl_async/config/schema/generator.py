@@ -93,12 +93,9 @@ class GeneratorConfig:
     """
 
     def __post_init__(self) -> None:
-        require(
-            self.sampling.temperature > 0,
-            "generator.sampling.temperature",
-            "> 0 (greedy samples carry no log-probs to train against; evaluation.sampling.temperature may be 0)",
-            self.sampling.temperature,
-        )
+        temperature = self.sampling.temperature
+        expected = "> 0 (greedy samples carry no log-probs to train against; evaluation.sampling.temperature may be 0)"
+        require(temperature > 0, "generator.sampling.temperature", expected, temperature)
         least_s, most_s = self.retry_backoff_s, self.max_retry_backoff_s
         expected = f">= generator.retry_backoff_s ({least_s:g})"
         require(most_s >= least_s, "generator.max_retry_backoff_s", expected, most_s)

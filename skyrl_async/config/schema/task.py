@@ -50,23 +50,14 @@ class TaskConfig:
     """Seed of the prompts that are made, of the choice of held-out ones, and of the order in which a fractional weight takes rows."""
 
     def __post_init__(self) -> None:
-        require(self.num_train_prompts >= 1, "task.num_train_prompts", ">= 1", self.num_train_prompts)
-        require(self.num_eval_prompts >= 0, "task.num_eval_prompts", ">= 0", self.num_eval_prompts)
         if self.name == DATASET_TASK:
-            require(
-                bool(self.train_files), "task.train_files", "at least one file when task.name=dataset", self.train_files
-            )
+            expected = "at least one file when task.name=dataset"
+            require(bool(self.train_files), "task.train_files", expected, self.train_files)
         if self.name == REASONING_GYM_TASK:
             dataset = self.reasoning_gym.dataset
             require(bool(dataset), "task.reasoning_gym.dataset", "a name when task.name=reasoning_gym", dataset)
-        module, _, function = (self.reward or "module:function").partition(":")
-        require(bool(module and function), "task.reward", "package.module:function", self.reward)
         num_files, weights = len(self.train_files), self.train_weights
-        require(
-            not weights or len(weights) == num_files,
-            "task.train_weights",
-            f"empty or as long as task.train_files ({num_files})",
-            weights,
-        )
+        expected = f"empty or as long as task.train_files ({num_files})"
+        require(not weights or len(weights) == num_files, "task.train_weights", expected, weights)
         are_positive = all(math.isfinite(weight) and weight > 0 for weight in weights)
         require(are_positive, "task.train_weights", "numbers > 0 (leave a file out instead of weighing it 0)", weights)

@@ -394,7 +394,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             r"generator.max_retry_backoff_s must be >= generator.retry_backoff_s \(90\), got 60",
         ),
         (["trainer.stall_warning_s=0"], "trainer.stall_warning_s must be > 0, got 0"),
-        (["generator.entrypoint=mine"], "generator.entrypoint must be module:function, got 'mine'"),
+        (["generator.entrypoint=mine"], "generator.entrypoint must be package.module:function, got 'mine'"),
         (["generator.kind=gym_http", "server.enabled=false"], "server.enabled must be true or null with .*gym_http"),
         (
             ["generator=agent"],
