@@ -17,10 +17,8 @@ _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _BLANKS = re.compile(r"(?:[ \t]|\\\n|#[^\n]*)+")
 """Between words; a comment begins where a word might."""
 _PLAIN = re.compile(r"[^\s;&|()<>$\"'`\\]+")
-_OPENS, _CLOSES = (
-    frozenset({"if", "for", "while", "until", "case", "select", "{"}),
-    frozenset({"fi", "done", "esac", "}"}),
-)
+_OPENS = frozenset({"if", "for", "while", "until", "case", "select", "{"})
+_CLOSES = frozenset({"fi", "done", "esac", "}"})
 _BETWEEN = frozenset(
     {"then", "do", "else", "elif", "!", "time", "export", "readonly", "local", "declare", "env", "exec"}
 )

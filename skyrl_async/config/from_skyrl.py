@@ -209,10 +209,8 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
             result.set("training.micro_batch_tokens", value(micro, 1) * longest, about)
     batches = value(f"{algorithm}dynamic_sampling.max_sample_batches", 30)
     if batches > 0 and f"{algorithm}dynamic_sampling.max_sample_batches" in theirs:
-        groups, about = (
-            batches * value("trainer.policy_mini_batch_size", 256),
-            "in groups: times policy_mini_batch_size",
-        )
+        groups = batches * value("trainer.policy_mini_batch_size", 256)
+        about = "in groups: times policy_mini_batch_size"
         result.set("trainer.fully_async.max_filtered_in_a_row", groups, about)
     loss, key = value(f"{algorithm}policy_loss_type", "regular"), f"{algorithm}policy_loss_type"
     correction = f"{algorithm}off_policy_correction."

@@ -99,12 +99,8 @@ def _divergence_rules(config: Config) -> Iterator[str]:
 
 def _worker_rules(config: Config) -> Iterator[str]:
     """Workers that compute log-probs have log-probs to compute."""
-    algorithm = config.trainer.algorithm
-    loss, num_ref, num_logp = (
-        algorithm.policy_loss_type,
-        config.training.num_ref_workers,
-        config.training.num_logp_workers,
-    )
+    algorithm, training = config.trainer.algorithm, config.training
+    loss, num_ref, num_logp = algorithm.policy_loss_type, training.num_ref_workers, training.num_logp_workers
     if num_ref and not algorithm.uses_reference:
         yield (
             "training.num_ref_workers must be 0 with trainer.algorithm.use_kl_loss=false and use_kl_in_reward=false, got "

@@ -61,11 +61,8 @@ def task_rules(config: Config) -> Iterator[str]:
 
 def length_rules(config: Config) -> Iterator[str]:
     """Answers fit the context, and the overlong penalty ends where a limit cuts the very answers whose length it is about."""
-    context, generator, length = (
-        config.engine.max_model_len,
-        config.generator,
-        config.trainer.algorithm.overlong_buffer_len,
-    )
+    context, generator = config.engine.max_model_len, config.generator
+    length = config.trainer.algorithm.overlong_buffer_len
     lengths = {
         "generator.sampling.max_tokens": generator.sampling.max_tokens,
         "evaluation.sampling.max_tokens": config.evaluation.sampling.max_tokens,

@@ -143,10 +143,8 @@ def _zero_section(zero: Any, config: DeepSpeedConfig) -> dict[str, Any]:
             _require(value in (_AUTO, None) or _is_off(value), f"{name}.{key}", value, _OURS_IN_ZERO[key])
         elif value != _AUTO:
             kept[key] = value
-    norm = kept.pop("compute_grad_norm", True)
-    _require(
-        norm is True, f"{name}.compute_grad_norm", norm, "a step whose gradient is not finite is refused by its norm"
-    )
+    norm, reason = kept.pop("compute_grad_norm", True), "a step whose gradient is not finite is refused by its norm"
+    _require(norm is True, f"{name}.compute_grad_norm", norm, reason)
     stage = kept.pop("stage", zero_stage)
     _require(stage == zero_stage, f"{name}.stage", stage, f"training.deepspeed.zero_stage is {zero_stage}")
     overlap = kept.get("overlap_comm", False)

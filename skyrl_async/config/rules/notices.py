@@ -60,18 +60,14 @@ def idle_settings(config: Config) -> list[str]:
 def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     algorithm, filters = config.trainer.algorithm, config.trainer.fully_async.sample_full_batch
     is_normed = algorithm.loss_reduction is LossReduction.seq_mean_token_sum_norm
+    is_adaptive = algorithm.kl_ctrl.type is KlControl.adaptive
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
         (_ALGORITHM, ("grpo_norm_by_std",), algorithm.advantage_estimator == "grpo", "advantage_estimator=grpo"),
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
         (_ALGORITHM, of_kl, algorithm.uses_reference, _REFERENCE),
         ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
-        (
-            f"{_ALGORITHM}.kl_ctrl",
-            ("kl_target", "horizon"),
-            algorithm.kl_ctrl.type is KlControl.adaptive,
-            "type=adaptive",
-        ),
+        (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),
         (_ALGORITHM, ("entropy_loss_coef",), algorithm.use_entropy_loss, "use_entropy_loss=true"),
         (_ALGORITHM, ("overlong_buffer_penalty_factor",), algorithm.overlong_buffer_len > 0, "overlong_buffer_len"),
         (_ALGORITHM, ("zero_variance_filter_tol",), filters, filtering),
@@ -128,16 +124,11 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
 def _of_processes(config: Config) -> tuple[_Needs, ...]:
     is_vllm, is_agent = config.engine.backend is EngineBackend.vllm, config.generator.kind is GeneratorKind.agent
     vllm = ("gpu_memory_utilization", "cpu_kv_cache_gb", "enforce_eager", "enable_prefix_caching", "extra_args")
-    logging = config.logging
+    logging, gym = config.logging, "generator=gym or gym_http; see server.session_max_tokens"
     return (
         ("engine", vllm, is_vllm, "engine=vllm"),
         ("generator", ("agent_timeout_s",), is_agent, "generator=agent"),
-        (
-            "generator",
-            ("max_trajectory_tokens",),
-            not is_agent,
-            "generator=gym or gym_http; see server.session_max_tokens",
-        ),
+        ("generator", ("max_trajectory_tokens",), not is_agent, gym),
         ("server", (), config.serves_endpoint, "server.enabled=true"),
         ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
         ("logging", ("trained_tokens",), logging.trained_groups, "logging.trained_groups=true"),
