@@ -263,6 +263,11 @@ class StepAdvantages:
         return {} if self._penalty is None else self._penalty.end_step()
 
     @property
+    def need_mini_batch(self) -> bool:
+        """Whether they are computed for all groups of a step at once."""
+        return self._mark is not None or (self._estimator is not None and self._estimator.needs_mini_batch)
+
+    @property
     def kl_coef(self) -> float | None:
         """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
         return None if self._penalty is None else self._penalty.controller.coefficient

@@ -32,8 +32,6 @@ class Advantages:
     """Computes them in the reward stage, as soon as a group is finished; None: not there."""
     of_step: StepAdvantages
     """Computes them when a group is trained."""
-    need_mini_batch: bool
-    """Whether they are computed for all groups of a step at once."""
 
 
 def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = False) -> None:
@@ -59,7 +57,6 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     return Advantages(
         of_stage=estimator.compute if is_of_stage else None,
         of_step=StepAdvantages(None if is_of_stage else estimator, penalty, mark),
-        need_mini_batch=estimator.needs_mini_batch or mark is not None,
     )
 
 

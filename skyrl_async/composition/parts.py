@@ -1,18 +1,16 @@
 """The parts of a run that live in the driver: generator, evaluator, trainer.
 
-This file decides which value of the configuration each part gets. No part gets the whole configuration, except a user's own generator.
+This file decides which parts a configuration asks for, and hands them the configuration or the sections that they read.
 """
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
-from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.algorithms import Advantages, check_reward_shaping, make_advantages, reward_shapes
@@ -20,10 +18,8 @@ from skyrl_async.composition.data import Prompts, environment_factory, epoch_pla
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
-from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.generator import GeneratorConfig, GeneratorKind, SamplingConfig
+from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
@@ -33,27 +29,16 @@ from skyrl_async.inference.placement import PlacementSettings, default_oldest_we
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.failed_samples import OnFailedSamples
-from skyrl_async.rollout.finished_group_filter import SignalSettings
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare, reward_with
-from skyrl_async.rollout.retrier import RetrySettings
 from skyrl_async.rollout.staleness import STALENESS_POLICIES
-from skyrl_async.rollout.worker import RolloutSettings
 from skyrl_async.runtime.device_leases import DeviceGroup
-from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.protocol import Policy
-from skyrl_async.types import SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
-
-
-def sampling_params(sampling: SamplingConfig) -> SamplingParams:
-    """Convert a sampling section of the configuration."""
-    return from_section(SamplingParams, sampling)
 
 
 def check_generator(config: Config) -> None:
@@ -198,9 +183,9 @@ def make_trainer(
         engines = parts.fleet.statistics() if parts.fleet else {}
         callbacks.log(step, restarts | parts.publisher.lag_values() | lease_values(groups) | values | engines)
 
-    evaluator = _evaluator(config, parts)
+    evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, parts.client.deadlines)
     run = make_run(
-        _trainer_settings(config, must_wait_for_mini_batch=advantages.need_mini_batch),
+        config,
         dataloader=_AsyncDataloader(
             parts.prompts.train,
             seed=config.trainer.seed,
@@ -232,75 +217,4 @@ def make_trainer(
         checkpointer=checkpointer,
         step_advantages=advantages.of_step,
         lease=lease_of("policy", groups),
-    )
-
-
-def _rollout_settings(config: Config) -> RolloutSettings:
-    generator, trainer = config.generator, config.trainer
-    signal = SignalSettings(
-        max_in_a_row=trainer.max_filtered_in_a_row, tolerance=trainer.algorithm.zero_variance_filter_tol
-    )
-    return RolloutSettings(
-        num_samples=generator.n_samples_per_prompt,
-        sampling=sampling_params(generator.sampling),
-        seed=config.trainer.seed,
-        retries=_retry_settings(generator),
-        max_failed_fraction=generator.max_failed_fraction,
-        requeues_groups=STALENESS_POLICIES[trainer.staleness_policy.name].drops_groups,
-        signal=signal if trainer.fully_async.sample_full_batch else None,
-        masks_overlong=generator.apply_overlong_filtering,
-    )
-
-
-def _retry_settings(generator: GeneratorConfig) -> RetrySettings:
-    return RetrySettings(
-        max_retries=generator.max_retries,
-        timeout_s=generator.rollout_timeout_s,
-        on_failed_samples=OnFailedSamples(generator.on_failed_samples.name),
-        backoff=Backoff(base_s=generator.retry_backoff_s, max_s=generator.max_retry_backoff_s),
-    )
-
-
-def _evaluator(config: Config, parts: Parts) -> Evaluator:
-    return Evaluator(
-        generator=parts.generator,
-        prompts=parts.prompts.held_out,
-        num_samples=config.evaluation.n_samples_per_prompt,
-        sampling=sampling_params(config.evaluation.sampling),
-        max_concurrent=config.evaluation.max_concurrent or config.engine.num_engines * config.engine.max_num_seqs,
-        retries=_retry_settings(config.generator),
-        deadlines=parts.client.deadlines,
-    )
-
-
-def _trainer_settings(config: Config, *, must_wait_for_mini_batch: bool) -> TrainerSettings:
-    trainer, evaluation = config.trainer, config.evaluation
-    is_fully_async, is_one_step_off = (trainer.schedule is s for s in (Schedule.fully_async, Schedule.one_step_off))
-    publishes_between_batches = is_one_step_off or trainer.deterministic
-    return TrainerSettings(
-        rollout=_rollout_settings(config),
-        max_concurrent_groups=trainer.max_concurrent_generation_groups(config.num_group_places),
-        max_staleness_steps=trainer.staleness_bound,
-        limits_buffered_groups=trainer.count_buffered_as_in_flight and not publishes_between_batches,
-        is_one_step_off=is_one_step_off,
-        stall_warning_s=trainer.stall_warning_s if math.isfinite(trainer.stall_warning_s) else None,
-        mini_batch_size=trainer.policy_mini_batch_size,
-        num_steps=trainer.num_steps,
-        staleness_policy=STALENESS_POLICIES[trainer.staleness_policy.name],
-        stream_mini_batch=trainer.stream_mini_batch is not False and not must_wait_for_mini_batch and is_fully_async,
-        deterministic=trainer.deterministic,
-        validation=ValidationSettings(
-            interval_steps=trainer.eval_interval_steps,
-            num_prompts=evaluation.num_prompts,
-            num_prompts_while_training=evaluation.num_prompts_while_training,
-            pins_version=evaluation.pin_version,
-            before_training=trainer.eval_before_train or trainer.eval_only,
-            at_the_end=trainer.eval_at_end,
-        ),
-        validates_only=trainer.eval_only,
-        checkpoint_interval_steps=trainer.checkpoint_interval_steps,
-        check_interval_steps=trainer.logprob_probe_interval_steps,
-        publish_every_steps=trainer.publish_every_steps,
-        publishes_between_batches=publishes_between_batches,
-        aggregation=Aggregation(name=trainer.algorithm.loss_reduction.name, max_seq_len=trainer.algorithm.max_seq_len),
     )

@@ -9,8 +9,8 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
+from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.samples import live_samples_of
@@ -18,17 +18,6 @@ from skyrl_async.types import Trajectory
 
 _MIN_SAMPLES = 2
 """A group of at least as many needs this many samples: one alone has no advantage."""
-
-
-class OnFailedSamples(StrEnum):
-    """Treatment of a group of which some samples failed, hung, or were abandoned by their agent."""
-
-    FILL = "fill"
-    """Generate the failed samples again; a group that stays incomplete fails."""
-    TRAIN_REST = "train_rest"
-    """Generate them again; a group that stays incomplete is trained without them. Abandoned samples stay abandoned."""
-    DROP = "drop"
-    """The group fails at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +76,7 @@ class CollectedGroup:
             self.failure = error
             return
         by_sample = _by_sample(trajectories, asked)
-        keeps_abandoned = self._policy is OnFailedSamples.TRAIN_REST
+        keeps_abandoned = self._policy is OnFailedSamples.train_rest
         for index, rows in by_sample.items():
             if keeps_abandoned or (rows and not rows[0].is_abandoned):
                 self._rows[index] = rows
@@ -112,7 +101,7 @@ class CollectedGroup:
             return RolloutResult(trajectories=self._complete)
         assert self.failure is not None
         rows = tuple(row for index in sorted(self._rows) for row in self._rows[index])
-        is_rest_trained = self._policy is OnFailedSamples.TRAIN_REST and not self._request.is_evaluation
+        is_rest_trained = self._policy is OnFailedSamples.train_rest and not self._request.is_evaluation
         if self.missing and not (is_rest_trained and self._has_enough(rows)):
             raise self.failure
         return RolloutResult(trajectories=rows, num_failed=len(self.missing), failure=self.failure)

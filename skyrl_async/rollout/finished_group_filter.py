@@ -14,10 +14,10 @@ trained.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from skyrl_async.algorithms.reward_shaping import mask_overlong
+from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -40,16 +40,6 @@ class NoSignal(StrEnum):
     """Fewer than two samples can be trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalSettings:
-    """Settings of dynamic sampling."""
-
-    max_in_a_row: int = 0
-    """This many groups without a signal, one after the other, end the run; 0: never."""
-    tolerance: float = 0.0
-    """Rewards that differ by no more than this are equal, >= 0."""
-
-
 def no_signal(trajectories: Sequence[Trajectory], tolerance: float) -> NoSignal | None:
     """Why a group has no learning signal; None if it has one. Rewards that differ by no more than ``tolerance`` are equal."""
     rewards = [sample.reward for sample in live_samples_of(trajectories)]
@@ -70,8 +60,7 @@ class FinishedGroupFilter:
         dataloader: records filtered prompts.
         staleness: admits other groups for the filtered ones.
         buffer: receives the other groups.
-        signal: None keeps all groups.
-        masks_overlong: mask samples that a length limit cut, before the decision.
+        config: says whether groups are filtered, and whether samples that a length limit cut are masked before the decision.
     """
 
     def __init__(
@@ -79,15 +68,15 @@ class FinishedGroupFilter:
         dataloader: _AsyncDataloader,
         staleness: _AsyncStalenessManager,
         buffer: GroupBuffer,
-        signal: SignalSettings | None,
-        *,
-        masks_overlong: bool = False,
+        config: Config,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._signal = signal
-        self._masks_overlong = masks_overlong
+        self._filters = config.trainer.fully_async.sample_full_batch
+        self._tolerance = config.trainer.algorithm.zero_variance_filter_tol
+        self._max_in_a_row = config.trainer.max_filtered_in_a_row
+        self._masks_overlong = config.generator.apply_overlong_filtering
         self._num_kept = 0
         self._last_uid = "unknown"
         self._in_a_row: Counter[str] = Counter()
@@ -102,7 +91,7 @@ class FinishedGroupFilter:
         num_tokens = group.num_sampled_tokens
         if self._masks_overlong:
             group = mask_overlong(group)
-        if self._signal is None or (reason := no_signal(group.trajectories, self._signal.tolerance)) is None:
+        if not self._filters or (reason := no_signal(group.trajectories, self._tolerance)) is None:
             self._num_kept += 1
             self._in_a_row.clear()
             self._buffer.put(group)
@@ -119,7 +108,7 @@ class FinishedGroupFilter:
             "fewer than two trained samples" if is_single else f"{live_samples_of(group.trajectories)[0].reward:.4g}"
         )
         self._in_a_row[rewards] += 1
-        most, num_in_a_row = self._signal.max_in_a_row, self._in_a_row.total()
+        most, num_in_a_row = self._max_in_a_row, self._in_a_row.total()
         if most and num_in_a_row >= most:
             raise self._error(
                 f"{num_in_a_row} groups in a row had no difference in reward, which is all that "
@@ -133,13 +122,13 @@ class FinishedGroupFilter:
 
     def restore(self, filtered_in_a_row: Mapping[str, int]) -> None:
         """Continue the counts of a checkpoint, after its finished groups were put."""
-        if self._signal is not None:
+        if self._filters:
             self._in_a_row = Counter(filtered_in_a_row)
 
     def raise_if_nothing_is_left(self) -> None:
         """After the end of the data, raise ``GenerationError`` if every group was filtered, before a resume or since."""
         is_any_filtered = self._dataloader.statistics()["filtered_total"] > 0
-        if self._signal is not None and is_any_filtered and not self._staleness.num_accepted:
+        if self._filters and is_any_filtered and not self._staleness.num_accepted:
             raise self._error("the data ended, and no group had a difference in reward: there is nothing to train")
 
     def _error(self, found: str) -> GenerationError:

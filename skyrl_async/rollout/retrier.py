@@ -7,13 +7,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
-from skyrl_async.rollout.failed_samples import CollectedGroup, OnFailedSamples, RolloutResult
+from skyrl_async.rollout.failed_samples import CollectedGroup, RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, does_keep_samples
 from skyrl_async.rollout.sampler import record_wasted
-from skyrl_async.runtime.outages import NO_BACKOFF, Backoff, Deadlines
+from skyrl_async.runtime.outages import Backoff, Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.types import Trajectory
@@ -24,34 +24,22 @@ _MAX_NAMED = 3
 """Samples named in the error of a missed deadline."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetrySettings:
-    """Deadline and retries of a rollout."""
-
-    max_retries: int
-    """Retries of a failed rollout, >= 0; ``DROP`` never retries."""
-    timeout_s: float
-    """Deadline of one try, in seconds."""
-    on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
-    """Treatment of a group of which only some samples failed; a group of an evaluation has to be complete."""
-    backoff: Backoff = NO_BACKOFF
-    """Wait before each retry."""
-
-
 class RolloutRetrier:
     """A ``Generator`` over another one, which may fail, hang or break its contract.
 
     Args:
         generator: generates a group.
-        settings: deadline and retries.
+        config: deadline, retries and the treatment of failed samples; a group of an evaluation has to be complete.
         deadlines: stand still in outages. A failure in an outage is retried after it and does not count as a try. None: no outages.
     """
 
-    def __init__(self, generator: Generator, settings: RetrySettings, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, generator: Generator, config: GeneratorConfig, deadlines: Deadlines | None = None) -> None:
         self._generator = generator
-        self._settings = settings
+        self._timeout_s = config.rollout_timeout_s
+        self._on_failed_samples = config.on_failed_samples
+        self._backoff = Backoff(base_s=config.retry_backoff_s, max_s=config.max_retry_backoff_s)
         self._deadlines = deadlines or Deadlines()
-        self._max_retries = 0 if settings.on_failed_samples is OnFailedSamples.DROP else settings.max_retries
+        self._max_retries = 0 if config.on_failed_samples is OnFailedSamples.drop else config.max_retries
         self._in_flight: dict[int, Callable[[], list[RolloutStatus]]] = {}
         self.num_retries = 0
         self.num_wasted_tokens = 0
@@ -66,7 +54,7 @@ class RolloutRetrier:
 
         Raises the last try's error if the group cannot be trained; ``NoEngineError`` at once.
         """
-        group, outages = CollectedGroup(request, self._settings.on_failed_samples), self._deadlines.outages
+        group, outages = CollectedGroup(request, self._on_failed_samples), self._deadlines.outages
         with self._in_flight_during(request):
             num_tries = 0
             while True:
@@ -106,7 +94,7 @@ class RolloutRetrier:
         request.progress.enter("generating")
 
     async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
-        delay, num_left = self._settings.backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
+        delay, num_left = self._backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
         logger.warning("%s, %d more tries, the next in %.1f s: %r", group, num_left, delay, group.failure)
         self.num_retries += 1
         request.progress.enter("waiting for a retry")
@@ -144,11 +132,11 @@ class RolloutRetrier:
 
         started = asyncio.get_running_loop().time()
         try:
-            async with self._deadlines.within(self._settings.timeout_s), asyncio.TaskGroup() as tasks:
+            async with self._deadlines.within(self._timeout_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(run(), name=f"rollout-{uid}")
         except TimeoutError as error:
             raise DeadlineError(
-                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._settings.timeout_s:g}:"
+                f"the rollout of {uid} took longer than generator.rollout_timeout_s={self._timeout_s:g}:"
                 f"{_slowest(request.progress.statuses(uid, started))}"
             ) from error
         if not outcome:

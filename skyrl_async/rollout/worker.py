@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.failed_samples import FailureWatch, RolloutResult
-from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter, SignalSettings
+from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.group_state import (
     ResumeCounts,
@@ -27,9 +29,9 @@ from skyrl_async.rollout.group_state import (
     admission_of,
     sampling_to_json,
 )
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sampler import GenerationClient, TokenUsage, recording_tokens_to
-from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
+from skyrl_async.rollout.staleness import STALENESS_POLICIES, Admission, _AsyncStalenessManager
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stages import StageBoard
 from skyrl_async.samples import live_samples_of, samples_of
@@ -42,27 +44,6 @@ _COUNTS = (
     *("groups", "trajectories", "tokens", "aborts", "failed_groups", "failed_samples"),
     *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSettings:
-    """Settings of generation, and the limit of failures."""
-
-    num_samples: int
-    """Trajectories per group."""
-    sampling: SamplingParams
-    """For each generation call."""
-    seed: int
-    """Base of the groups' seeds."""
-    retries: RetrySettings
-    max_failed_fraction: float
-    """The run stops if more than this fraction of the last 100 groups failed."""
-    requeues_groups: bool = False
-    """Untrained groups may be dropped, and their prompts requeued."""
-    signal: SignalSettings | None = None
-    """Filters finished groups without a learning signal; None keeps all."""
-    masks_overlong: bool = False
-    """Mask samples that a length limit cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +69,7 @@ class GenerationWorkers:
         buffer: receives finished groups; closed when the data has ended.
         generator: generates a group.
         client: the inference client that the generator samples from.
-        settings: plain settings.
+        config: checked.
         trace: gets one span per group.
         board: shows the stages dataloader, generate and rollout.
     """
@@ -101,22 +82,23 @@ class GenerationWorkers:
         buffer: GroupBuffer,
         generator: Generator,
         client: GenerationClient,
-        settings: RolloutSettings,
+        config: Config,
         trace: Trace,
         board: StageBoard,
     ) -> None:
         self._dataloader = dataloader
         self._staleness = staleness
         self._buffer = buffer
-        self._retrier = RolloutRetrier(generator, settings.retries, client.deadlines)
-        self._settings = settings
+        self._retrier = RolloutRetrier(generator, config.generator, client.deadlines)
+        self._num_samples = config.generator.n_samples_per_prompt
+        self._sampling = from_section(SamplingParams, config.generator.sampling)
+        self._seed = config.trainer.seed
+        self._may_requeue = STALENESS_POLICIES[config.trainer.staleness_policy.name].drops_groups
         self._trace = trace
         self._client = client
         self._board = board
-        self._failures = FailureWatch(settings.max_failed_fraction)
-        self.finished_groups = FinishedGroupFilter(
-            dataloader, staleness, buffer, settings.signal, masks_overlong=settings.masks_overlong
-        )
+        self._failures = FailureWatch(config.generator.max_failed_fraction)
+        self.finished_groups = FinishedGroupFilter(dataloader, staleness, buffer, config)
         self._resume_counts = ResumeCounts()
         self._in_flight: dict[int, _GroupInFlight] = {}
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
@@ -156,7 +138,7 @@ class GenerationWorkers:
                 for restored in self._in_flight.values():
                     self._start(restored, self._tasks)
                 self._draw()
-                if self._settings.requeues_groups:
+                if self._may_requeue:
                     await self._until_none_can_be_requeued()
         finally:
             self._tasks = None
@@ -171,10 +153,10 @@ class GenerationWorkers:
 
         Groups that were requested with another size or other sampling restart.
         """
-        settings, num_restarted = self._settings, 0
+        num_restarted = 0
         for group in groups:
             saved = group.samples
-            if not group.has_settings(settings.num_samples, settings.sampling):
+            if not group.has_settings(self._num_samples, self._sampling):
                 saved = {index: SampleState(num_tokens=sample.num_tokens) for index, sample in saved.items()}
                 num_restarted += 1
             key = group.epoch, group.uid
@@ -183,7 +165,7 @@ class GenerationWorkers:
                 key=key,
                 prompt=self._dataloader.prompt_of(key),
                 started=asyncio.get_running_loop().time() - group.generation_seconds,
-                sample_states=SampleStates(saved, num_samples=settings.num_samples, counts=self._resume_counts),
+                sample_states=SampleStates(saved, num_samples=self._num_samples, counts=self._resume_counts),
             )
         if num_restarted:
             logger.warning(
@@ -193,7 +175,7 @@ class GenerationWorkers:
 
     def running_groups(self) -> tuple[RunningGroup, ...]:
         """The groups in flight, oldest admitted first, for a checkpoint."""
-        now, sampling = asyncio.get_running_loop().time(), sampling_to_json(self._settings.sampling)
+        now, sampling = asyncio.get_running_loop().time(), sampling_to_json(self._sampling)
         return tuple(
             RunningGroup(
                 epoch=group.key[0],
@@ -201,7 +183,7 @@ class GenerationWorkers:
                 admission_index=index,
                 scheduled_version=group.admission.scheduled_version,
                 generation_seconds=now - group.started,
-                num_samples=self._settings.num_samples,
+                num_samples=self._num_samples,
                 sampling=sampling,
                 samples=group.sample_states.snapshot(),
             )
@@ -259,12 +241,11 @@ class GenerationWorkers:
 
     async def generate(self, admission: Admission, prompt: Prompt, states: SampleStates | None = None) -> RolloutResult:
         """Generate one group. Raises the error of its last try."""
-        settings = self._settings
         request = GroupRequest(
             prompt=prompt,
-            num_samples=settings.num_samples,
-            sampling=settings.sampling,
-            seed=random.Random(f"{settings.seed}-{admission.index}").getrandbits(31),
+            num_samples=self._num_samples,
+            sampling=self._sampling,
+            seed=random.Random(f"{self._seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
             sample_states=states or SampleStates(),
         )
@@ -353,7 +334,7 @@ class GenerationWorkers:
             generation_seconds=asyncio.get_running_loop().time() - group.started,
         )
         await self.finished_groups.put(finished)
-        num_failed, num_samples = result.num_failed, self._settings.num_samples
+        num_failed, num_samples = result.num_failed, self._num_samples
         failure = result.failure if num_failed else None
         if failure:
             logger.error(

@@ -33,9 +33,6 @@ class Backoff:
         return longest * random.Random(f"{seed}-{num_retries}").uniform(0.5, 1.0)
 
 
-NO_BACKOFF = Backoff(base_s=0.0, max_s=0.0)
-
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -21,8 +21,7 @@ from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_po
 from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.fields import from_section
-from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
-from skyrl_async.config.schema.generator import OnFailedSamples as OnFailedSamplesName
+from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples, SamplingConfig
 from skyrl_async.config.schema.run import Config, EvaluationConfig
 from skyrl_async.config.schema.trainer import FullyAsyncConfig, Schedule, StalenessPolicy, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
@@ -30,13 +29,11 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
 from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
-from skyrl_async.runtime.outages import NO_BACKOFF, Backoff
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
@@ -108,8 +105,9 @@ class SimulationSettings:
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
-    on_failed_samples: OnFailedSamples = OnFailedSamples.TRAIN_REST
-    backoff: Backoff = NO_BACKOFF
+    on_failed_samples: OnFailedSamples = OnFailedSamples.train_rest
+    retry_backoff_s: float = 0.0
+    max_retry_backoff_s: float = 0.0
     masks_overlong: bool = False
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
@@ -262,7 +260,7 @@ def build_simulation(
         callbacks=TrainerCallbacks(log=lambda step, values: logged.append((step, values)), log_groups=log_groups),
         trace=trace,
         shutdown=shutdown,
-        advantages=Advantages(of_stage=advantages, of_step=step_advantages or StepAdvantages(), need_mini_batch=False),
+        advantages=Advantages(of_stage=advantages, of_step=step_advantages or StepAdvantages()),
         # A stage leases devices as separate workers of its own would.
         works={
             name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), groups)
@@ -331,9 +329,7 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         n_samples_per_prompt=settings.group_size,
         apply_overlong_filtering=settings.masks_overlong,
         sampling=sampling,
-        retry_backoff_s=settings.backoff.base_s,
-        max_retry_backoff_s=settings.backoff.max_s,
-        on_failed_samples=OnFailedSamplesName[settings.on_failed_samples],
+        on_failed_samples=settings.on_failed_samples,
     )
     evaluation = EvaluationConfig(
         num_prompts=settings.num_eval_prompts,

@@ -65,7 +65,7 @@ class FullyAsyncTrainer:
         lease: DeviceLease | None = None,
     ) -> None:
         self._run = run
-        self._settings = run.settings
+        self._config = run.config.trainer
         step_advantages, lease = step_advantages or StepAdvantages(), lease or DeviceLease()
         self._saver = RunSaver(run, policy=policy, checkpointer=checkpointer, step_advantages=step_advantages)
         self._preparation = Preparation(run.buffer, dict(prepare), run.board)
@@ -157,9 +157,9 @@ class FullyAsyncTrainer:
 
     async def _train(self) -> None:
         await self._weight_update.publish_first(self.served_version)
-        if self._settings.validates_only or self.totals.reward_before is None:
+        if self._config.eval_only or self.totals.reward_before is None:
             self.first_evaluation = await self._validation.before_training()
-        if self._settings.validates_only:
+        if self._config.eval_only:
             return
         if self.first_evaluation is not None:
             self.totals.reward_before = self.first_evaluation.reward
@@ -225,7 +225,7 @@ class FullyAsyncTrainer:
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint where one is due, and always in a shutdown; it includes groups that are being generated."""
         step = self.trained_version
-        is_due = self._settings.checkpoint_interval_steps and self._saver.step != step
+        is_due = self._config.checkpoint_interval_steps and self._saver.step != step
         if self._run.shutdown.is_requested or is_due:
             with self._run.recorder.trace.span("checkpoint", track="training", step=step):
                 await self._saver.write(unless_known=self._run.shutdown.is_requested)
@@ -238,7 +238,7 @@ class FullyAsyncTrainer:
         step = self.trained_version
         try:
             self._weight_update.log_the_rest()
-            if self._settings.checkpoint_interval_steps and not self._train_stage.is_torn:
+            if self._config.checkpoint_interval_steps and not self._train_stage.is_torn:
                 await self._saver.write(unless_known=True)
         except Exception:
             logger.exception("no checkpoint was written of step %d", step)

@@ -1,75 +1,28 @@
 """What every stage of a training run uses, put together.
 
-dataloader, client, generator, settings ──make_run──> Run: staleness manager, buffer, workers, stages, recorder, watchdog
+dataloader, client, generator, configuration ──make_run──> Run: staleness manager, buffer, workers, stages, recorder, watchdog
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_async.algorithms.aggregation import Aggregation
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.trace import Trace, trace_stages
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
-from skyrl_async.rollout.staleness import StalenessPolicy, _AsyncStalenessManager
+from skyrl_async.rollout.staleness import STALENESS_POLICIES, StalenessPolicy, _AsyncStalenessManager
 from skyrl_async.rollout.watchdog import Watchdog
-from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageBoard
 from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.types import Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationSettings:
-    """When held-out prompts are evaluated, and how many; ``config.schema.run.EvaluationConfig`` documents the keys."""
-
-    interval_steps: int = 0
-    """Optimizer steps between evaluations while training; 0: none."""
-    num_prompts: int = 0
-    """Prompts of an evaluation before or after training."""
-    num_prompts_while_training: int = 0
-    pins_version: bool = True
-    """Publish no other version during an evaluation."""
-    before_training: bool = True
-    at_the_end: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """The schedule of a run; ``config.schema.trainer.TrainerConfig`` documents the keys."""
-
-    rollout: RolloutSettings
-
-    max_concurrent_groups: int
-    max_staleness_steps: int
-    mini_batch_size: int
-    num_steps: int | None
-    staleness_policy: StalenessPolicy
-    stream_mini_batch: bool
-    deterministic: bool
-    validation: ValidationSettings
-    checkpoint_interval_steps: int
-    check_interval_steps: int
-    """Steps between comparisons of the engines with the trained weights; 0: none."""
-    limits_buffered_groups: bool = False
-    """While the trainer is busy, finished groups count as in flight until they are trained."""
-    is_one_step_off: bool = False
-    """Each mini-batch is admitted at once, after the last group of the previous one has ended."""
-    publish_every_steps: int = 1
-    """Optimizer steps between publishes; at most ``max_staleness_steps + 1``, or training would wait for ever."""
-    publishes_between_batches: bool = False
-    """Weights change only when no group is being generated and none may be admitted: which version samples which token then does
-    not depend on timing."""
-    stall_warning_s: float | None = None
-    """Seconds after which the watchdog reports a rollout or stage without progress; None: never."""
-    validates_only: bool = False
-    """Evaluate once and train nothing."""
-    aggregation: Aggregation = field(default_factory=Aggregation)
-    """Reduces token losses to one loss."""
 
 
 def is_due(interval: int, version: int) -> bool:
@@ -96,7 +49,7 @@ class TrainerCallbacks:
 class Run:
     """The parts that exist once in a run and that several stages share."""
 
-    settings: TrainerSettings
+    config: Config
     dataloader: _AsyncDataloader
     staleness: _AsyncStalenessManager
     """Admits groups, and holds the two version numbers: trained, and served by every engine."""
@@ -113,9 +66,14 @@ class Run:
     watchdog: Watchdog | None = None
     """Reports rollouts and stages without progress; None: nothing is reported."""
 
+    @property
+    def staleness_policy(self) -> StalenessPolicy:
+        """What is done with groups older than the bound."""
+        return STALENESS_POLICIES[self.config.trainer.staleness_policy.name]
+
 
 def make_run(
-    settings: TrainerSettings,
+    config: Config,
     *,
     dataloader: _AsyncDataloader,
     client: InferenceEngineClient,
@@ -129,7 +87,7 @@ def make_run(
     """Put the parts of a run together, for real and simulated runs alike.
 
     Args:
-        settings: the schedule.
+        config: checked.
         dataloader: yields prompts.
         client: sends requests to the engines, and keeps the tokens of aborted groups.
         generator: generates a group over the client.
@@ -139,16 +97,16 @@ def make_run(
         shutdown: ends the run early; None makes one.
         make_buffer: takes the most groups to hold at a time.
     """
-    mini_batch_size = settings.mini_batch_size
+    trainer, mini_batch_size = config.trainer, config.trainer.policy_mini_batch_size
     staleness = _AsyncStalenessManager(
-        settings.max_concurrent_groups,
+        trainer.max_concurrent_generation_groups(config.num_group_places),
         mini_batch_size,
-        settings.max_staleness_steps,
-        None if settings.num_steps is None else settings.num_steps * mini_batch_size,
-        limits_buffered_groups=settings.limits_buffered_groups,
-        admits_whole_batches=settings.is_one_step_off,
+        trainer.staleness_bound,
+        None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
+        limits_buffered_groups=trainer.count_buffered_as_in_flight and not trainer.publishes_between_batches,
+        admits_whole_batches=trainer.schedule is Schedule.one_step_off,
     )
-    buffer = make_buffer(mini_batch_size * (settings.max_staleness_steps + 1))
+    buffer = make_buffer(mini_batch_size * (trainer.staleness_bound + 1))
     board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,
@@ -156,21 +114,21 @@ def make_run(
         buffer=buffer,
         generator=generator,
         client=client,
-        settings=settings.rollout,
+        config=config,
         trace=trace,
         board=board,
     )
     watchdog = None
-    if settings.stall_warning_s is not None:
+    if math.isfinite(trainer.stall_warning_s):
         watchdog = Watchdog(
             rollouts=lambda: [*workers.statuses(), *evaluation_statuses()],
             stages=trace.open_spans,
-            threshold_s=settings.stall_warning_s,
+            threshold_s=trainer.stall_warning_s,
             log=lambda values: callbacks.log(staleness.served_version, values),
             show=callbacks.show_stalls,
         )
     return Run(
-        settings=settings,
+        config=config,
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,

@@ -73,7 +73,7 @@ class RunSaver:
             state.next_admission_index,
             [admission_of(group) for group in state.groups],
             running=[admission_of(group) for group in state.running],
-            holds_bound=self._run.settings.staleness_policy.bounds_groups,
+            holds_bound=self._run.staleness_policy.bounds_groups,
         )
         restored = {admission.index for admission in admissions}
         running = [group for group in state.running if group.admission_index in restored]

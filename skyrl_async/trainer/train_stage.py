@@ -11,6 +11,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from skyrl_async.algorithms.advantages import StepAdvantages
+from skyrl_async.algorithms.aggregation import Aggregation
+from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.runtime.device_leases import DeviceLease
@@ -45,7 +47,15 @@ class TrainStage:
         step_advantages: StepAdvantages,
     ) -> None:
         self._run = run
-        self._settings = run.settings
+        self._config = config = run.config.trainer
+        self._streams = (
+            config.schedule is Schedule.fully_async
+            and config.stream_mini_batch is not False
+            and not step_advantages.need_mini_batch
+        )
+        self._aggregation = Aggregation(
+            name=config.algorithm.loss_reduction.name, max_seq_len=config.algorithm.max_seq_len
+        )
         self._policy = policy
         self._weight_update = weight_update
         self._lease = lease
@@ -80,7 +90,7 @@ class TrainStage:
         steps.close()
 
     def _is_done(self) -> bool:
-        return self._settings.num_steps is not None and self._run.staleness.trained_version >= self._settings.num_steps
+        return self._config.num_steps is not None and self._run.staleness.trained_version >= self._config.num_steps
 
     def _next_figures(self) -> StepFigures:
         """Begin the figures of the next step."""
@@ -97,7 +107,7 @@ class TrainStage:
         self._run.gate.handed_on()
         steps.put_nowait(trained)
         await self._run.gate.until_may_begin(
-            all_are_through=is_due(self._settings.checkpoint_interval_steps, trained.version)
+            all_are_through=is_due(self._config.checkpoint_interval_steps, trained.version)
         )
         checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
         upcoming.add_seconds("wait_for_publish", loop.time() - started - checkpoint_seconds)
@@ -134,16 +144,16 @@ class TrainStage:
     async def _groups(self, figures: StepFigures) -> AsyncIterator[Group]:
         """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
         collected: list[Group] = []
-        for num_taken in range(self._settings.mini_batch_size):
+        for num_taken in range(self._config.policy_mini_batch_size):
             with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
                 async with self._run.shutdown.interruptible(wait_for_step=True):
-                    group = await self._next_group(self._settings.mini_batch_size - num_taken, figures)
+                    group = await self._next_group(self._config.policy_mini_batch_size - num_taken, figures)
             if group is None:
                 break
             self._run.groups_in_step.append(group)
             await self._run.staleness.on_rollout_trained(group.admission_index)
             collected.append(group)
-            if self._settings.stream_mini_batch:
+            if self._streams:
                 yield self._with_advantages([collected.pop()], figures)[0]
         for group in self._with_advantages(sorted(collected, key=lambda g: g.admission_index), figures):
             yield group
@@ -154,15 +164,15 @@ class TrainStage:
 
     def _masked(self, group: Group, figures: StepFigures) -> Group:
         """The group without the tokens that the staleness policy masks."""
-        policy = self._settings.staleness_policy
+        policy = self._run.staleness_policy
         return policy.masked_group(group, figures.trained_version, figures.max_staleness_steps)
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """Return the oldest finished group that may be trained; requeue groups that the staleness policy drops."""
-        run, policy = self._run, self._settings.staleness_policy
+        run, policy = self._run, self._run.staleness_policy
 
         def is_allowed(group: Group) -> bool:
-            if self._settings.deterministic:
+            if self._config.deterministic:
                 return group.admission_index == run.staleness.first_open_index()
             return policy.may_train(group, run.staleness, num_free)
 
@@ -174,7 +184,7 @@ class TrainStage:
             group = await run.buffer.get(is_allowed)
             await run.staleness.notify_trainer_waiting(False)
             held_seconds = run.buffer.held_seconds - held_before
-            if held_seconds and group and not self._settings.deterministic:
+            if held_seconds and group and not self._config.deterministic:
                 figures.add_wait(group, held_seconds)
             if group is None or not policy.is_dropped(group.scheduled_version, run.staleness):
                 return group
@@ -198,7 +208,7 @@ class TrainStage:
     async def _add_gradients(self, group: Group, figures: StepFigures) -> None:
         """Train on a group, without the tokens that the staleness policy masks."""
         masked = self._masked(group, figures)
-        reduced = self._settings.aggregation(masked.trajectories)
+        reduced = self._aggregation(masked.trajectories)
         timed = self._run.recorder.timed(figures, "forward_backward", track="training")
         with timed, self.beside_validation.piece(masked.num_sampled_tokens):
             sums = await self._policy.forward_backward(reduced.trajectories, masked.advantages, figures.trained_version)

@@ -2,9 +2,9 @@
 
     param_update ──version──> Validation ──figures, at that version──> log
          ^                        │
-         └── with ``pins_version`` the next publish waits for its end
+         └── with ``pin_version`` the next publish waits for its end
 
-Knows neither what is trained nor how engines get a version. Without ``pins_version`` a result names the versions that its tokens were
+Knows neither what is trained nor how engines get a version. Without ``pin_version`` a result names the versions that its tokens were
 sampled under.
 """
 
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.generator import OnFailedSamples
+from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import GenerationError, NoEngineError
-from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import Generator, GroupRequest
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.shutdown import ShutdownRequested
@@ -65,32 +67,22 @@ class Evaluator:
     """Evaluates on the first prompts of a held-out set.
 
     Args:
+        config: checked.
         generator: generates the trajectories of a prompt.
         prompts: held out of training.
-        num_samples: trajectories per prompt.
-        sampling: how to sample.
-        max_concurrent: prompts in flight at once.
-        retries: deadline and retries of a rollout.
         deadlines: suspends deadlines in an outage.
     """
 
     def __init__(
-        self,
-        *,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: SamplingParams,
-        max_concurrent: int,
-        retries: RetrySettings,
-        deadlines: Deadlines | None = None,
+        self, config: Config, generator: Generator, prompts: Sequence[Prompt], deadlines: Deadlines | None = None
     ) -> None:
-        filled = replace(retries, on_failed_samples=OnFailedSamples.TRAIN_REST)
+        filled = replace(config.generator, on_failed_samples=OnFailedSamples.train_rest)
         self._retrier = RolloutRetrier(generator, filled, deadlines)
         self._prompts = tuple(prompts)
-        self._num_samples = num_samples
-        self._sampling = sampling
-        self._max_concurrent = max_concurrent
+        self._config = config.evaluation
+        self._sampling = from_section(SamplingParams, config.evaluation.sampling)
+        num_places = config.engine.num_engines * config.engine.max_num_seqs
+        self._max_concurrent = config.evaluation.max_concurrent or num_places
 
     async def evaluate(self, num_prompts: int, *, priority: int = 0) -> EvaluationResult | None:
         """Run the first ``num_prompts`` prompts; None when there are none.
@@ -112,7 +104,7 @@ class Evaluator:
                     return await self._retrier.generate(
                         GroupRequest(
                             prompt=prompt,
-                            num_samples=self._num_samples,
+                            num_samples=self._config.n_samples_per_prompt,
                             sampling=self._sampling,
                             seed=index,
                             priority=priority,
@@ -163,13 +155,13 @@ class Validation:
     """Evaluates versions that the engines serve.
 
     Args:
-        run: its settings say when, its recorder logs.
+        run: its configuration says when, its recorder logs.
         evaluator: runs held-out prompts; without prompts nothing is evaluated.
     """
 
     def __init__(self, run: Run, evaluator: Evaluator) -> None:
         self._run = run
-        self._settings = run.settings.validation
+        self._trainer, self._config = run.config.trainer, run.config.evaluation
         self._evaluator = evaluator
         self._versions = Channel[int](1)
         self._requested_version = 0
@@ -177,7 +169,7 @@ class Validation:
 
     def is_due(self, version: int) -> bool:
         """Whether ``version`` is to be evaluated while training continues."""
-        return is_due(self._settings.interval_steps, version)
+        return is_due(self._trainer.eval_interval_steps, version)
 
     def request_if_owed(self, version: int) -> None:
         """Evaluate ``version``, which the engines serve, if an evaluation due at it or before it is neither done nor requested.
@@ -185,8 +177,8 @@ class Validation:
         A version that was due may have been lost on its way to the engines, or a shutdown may have cut its evaluation short. After an
         evaluation in progress, the version served by then is evaluated.
         """
-        interval, is_last = self._settings.interval_steps, version == self._run.settings.num_steps
-        if not interval or (is_last and self._settings.at_the_end):
+        interval, is_last = self._trainer.eval_interval_steps, version == self._trainer.num_steps
+        if not interval or (is_last and self._trainer.eval_at_end):
             return
         if version - version % interval <= max(self._requested_version, self._run.recorder.totals.evaluated_version):
             return
@@ -200,20 +192,20 @@ class Validation:
 
     async def before_training(self) -> EvaluationResult | None:
         """Evaluate the version that training begins with, if configured."""
-        return await self._evaluate_alone(is_asked=self._settings.before_training)
+        return await self._evaluate_alone(is_asked=self._trainer.eval_before_train or self._trainer.eval_only)
 
     async def at_the_end(self) -> EvaluationResult | None:
         """Evaluate the last version, if configured."""
-        return await self._evaluate_alone(is_asked=self._settings.at_the_end)
+        return await self._evaluate_alone(is_asked=self._trainer.eval_at_end)
 
     async def run(self) -> None:
         """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by requests and ``close``."""
 
         async def evaluate(requested_version: int) -> None:
             is_another = self._run.staleness.served_version != requested_version
-            if is_another and self._has_ended and self._settings.at_the_end:
+            if is_another and self._has_ended and self._trainer.eval_at_end:
                 return  # the version served now is the last one: it is evaluated anyway
-            await self._evaluate(self._settings.num_prompts_while_training)
+            await self._evaluate(self._config.num_prompts_while_training)
 
         async def logged(_: None) -> None:
             pass
@@ -223,7 +215,7 @@ class Validation:
 
     async def release_version(self) -> None:
         """Wait until another version may be loaded. Unblocked by the end of an evaluation that pins its version."""
-        if self._settings.pins_version:
+        if self._config.pin_version:
             await self._versions.join()
 
     def close(self) -> None:
@@ -240,7 +232,7 @@ class Validation:
         if not is_asked:
             return None
         with self._run.board.stage("validation").lane() as lane, lane.processing(self._item):
-            return await self._evaluate(self._settings.num_prompts)
+            return await self._evaluate(self._config.num_prompts)
 
     async def _evaluate(self, num_prompts: int) -> EvaluationResult | None:
         """Evaluate the version served now; None where there is nothing to evaluate, or on a shutdown."""

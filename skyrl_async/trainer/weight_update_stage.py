@@ -43,7 +43,7 @@ class WeightUpdateStage:
     """Publishes trained steps.
 
     Args:
-        run: its settings say when what is due; its staleness manager and workers learn of each served version.
+        run: its configuration says when what is due; its staleness manager and workers learn of each served version.
         publisher: brings the weights to the engines.
         validation: evaluates served versions.
         saver: writes checkpoints.
@@ -51,7 +51,7 @@ class WeightUpdateStage:
 
     def __init__(self, run: Run, *, publisher: WeightPublisher, validation: Validation, saver: RunSaver) -> None:
         self._run = run
-        self._settings = run.settings
+        self._config = run.config.trainer
         self._publisher = publisher
         self._validation = validation
         self._saver = saver
@@ -80,9 +80,13 @@ class WeightUpdateStage:
 
     def _is_to_be_published(self, version: int) -> bool:
         """Whether a publish is due: at its interval, at the end, and before an evaluation, check or checkpoint of the version."""
-        settings = self._settings
-        intervals = settings.publish_every_steps, settings.check_interval_steps, settings.checkpoint_interval_steps
-        is_needed = self._owes_version or self._validation.is_due(version) or version == settings.num_steps
+        config = self._config
+        intervals = (
+            config.publish_every_steps,
+            config.logprob_probe_interval_steps,
+            config.checkpoint_interval_steps,
+        )
+        is_needed = self._owes_version or self._validation.is_due(version) or version == config.num_steps
         return is_needed or any(is_due(interval, version) for interval in intervals)
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
@@ -102,7 +106,7 @@ class WeightUpdateStage:
             if trained.gathered_at is not None:
                 async with self._run.shutdown.interruptible(wait_for_step=True):
                     trained.is_published = await self._publish_step(trained, trained.gathered_at)
-                    if trained.is_published and is_due(self._settings.check_interval_steps, version):
+                    if trained.is_published and is_due(self._config.logprob_probe_interval_steps, version):
                         values = await self._check(version)
         except ShutdownRequested:
             trained.is_published = False
@@ -143,7 +147,7 @@ class WeightUpdateStage:
         self._owes_version = not await self._publisher.send(version)
         if self._owes_version:
             return None
-        if not is_due(self._settings.check_interval_steps, version):
+        if not is_due(self._config.logprob_probe_interval_steps, version):
             self._run.gate.sent(version)
         if self._publisher.keeps_served_version:
             await self._until_version_may_change()
@@ -155,7 +159,7 @@ class WeightUpdateStage:
     async def _until_version_may_change(self) -> None:
         """Wait for evaluations and groups that must end under the version served now; unblocked by the engines that serve it."""
         await self._validation.release_version()
-        if self._settings.publishes_between_batches:
+        if self._config.publishes_between_batches:
             await self._run.staleness.drained()
 
     async def publish_the_rest(self) -> None:
@@ -184,7 +188,7 @@ class WeightUpdateStage:
 
     async def _log_and_save(self, trained: TrainedStep, values: dict[str, float]) -> None:
         """Log before saving: a run killed in between trains the step again, a run killed later has its record."""
-        if not is_due(self._settings.checkpoint_interval_steps, trained.version):
+        if not is_due(self._config.checkpoint_interval_steps, trained.version):
             self._log(trained, values)
             return
         with self._run.recorder.timed(trained.figures, "checkpoint", track="training"):
@@ -212,4 +216,4 @@ class WeightUpdateStage:
             self._log(trained, {})
 
     def _is_dropped(self, admission: Admission) -> bool:
-        return self._settings.staleness_policy.is_dropped(admission.scheduled_version, self._run.staleness)
+        return self._run.staleness_policy.is_dropped(admission.scheduled_version, self._run.staleness)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
-from skyrl_async.rollout.failed_samples import OnFailedSamples
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.shutdown import GRACE_S, Interruption, Phase
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
@@ -63,8 +62,9 @@ SETTINGS = SimulationSettings(
     rollout_timeout_s=60.0,
     max_retries=1000,
     max_failed_fraction=1.0,
-    on_failed_samples=OnFailedSamples.FILL,
-    backoff=Backoff(base_s=0.5, max_s=5.0),
+    on_failed_samples=OnFailedSamples.fill,
+    retry_backoff_s=0.5,
+    max_retry_backoff_s=5.0,
     sample_full_batch=True,
 )
 

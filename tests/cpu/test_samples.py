@@ -7,10 +7,11 @@ import torch
 
 from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.batching import Row, collate
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import GenerationError
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -107,7 +108,7 @@ class _Fixed:
 
 
 def attempt(*rows: Trajectory) -> RolloutRetrier:
-    return RolloutRetrier(_Fixed(*rows), RetrySettings(max_retries=0, timeout_s=5))
+    return RolloutRetrier(_Fixed(*rows), GeneratorConfig(max_retries=0, rollout_timeout_s=5, retry_backoff_s=0))
 
 
 REQUEST = GroupRequest(

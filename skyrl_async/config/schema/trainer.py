@@ -204,6 +204,11 @@ class TrainerConfig:
         return _SCHEDULE_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
 
     @property
+    def publishes_between_batches(self) -> bool:
+        """Whether weights change only while no group is being generated and none may be admitted."""
+        return self.deterministic or self.schedule is Schedule.one_step_off
+
+    @property
     def max_filtered_in_a_row(self) -> int:
         """Filtered groups in a row that end the run; 0: no limit."""
         most = self.fully_async.max_filtered_in_a_row

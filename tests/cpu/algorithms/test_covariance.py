@@ -198,7 +198,7 @@ def test_from_groups_to_gradients_it_is_a_dense_reference_on_the_whole_mini_batc
     }
     algorithm = config_of(f"{LOSS}={name}", *(f"trainer.algorithm.{k}={v}" for k, v in keys.items())).trainer.algorithm
     made = make_advantages(algorithm)
-    assert made.need_mini_batch
+    assert made.of_step.need_mini_batch
     drawn = [
         [([(p, True) for p in logprobs[i, : lengths[i]].tolist()], advantages[i]) for i in pair]
         for pair in ((0, 1), (2, 3))

@@ -46,7 +46,7 @@ class TestEstimators:
                 config_of(f"{ESTIMATOR}={name}", "trainer.stream_mini_batch=true")
             algorithm = config_of(f"{ESTIMATOR}={name}").trainer.algorithm
             check_algorithm(algorithm)
-            assert make_advantages(algorithm).need_mini_batch
+            assert make_advantages(algorithm).of_step.need_mini_batch
         config_of(f"{ESTIMATOR}=own_median", "generator.n_samples_per_prompt=1")
 
     def test_one_that_does_not_return_an_advantage_per_reward_is_refused(self) -> None:

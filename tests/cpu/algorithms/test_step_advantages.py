@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
 from skyrl_async.types import Group
@@ -18,15 +18,23 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
     seen: list[int] = []
     trained: list[list[Group]] = []
 
-    def compute(groups: Sequence[GroupRewards]) -> list[list[float]]:
-        seen.append(len(groups))
+    class Seen(StepAdvantages):
+        def __call__(self, groups: Sequence[Group], *masked: MaskGroup) -> Sequence[Group]:
+            seen.append(len(groups))
+            return super().__call__(groups, *masked)
+
+    def by_place(groups: Sequence[GroupRewards]) -> list[list[float]]:
         return [[float(index), float(index)] for index, _ in enumerate(groups)]
+
+    estimator = AdvantageEstimator(compute=by_place, needs_mini_batch=True)
+    if streamed:
+        estimator = AdvantageEstimator(compute=lambda rewards: [0.0] * len(rewards))
 
     async def main() -> None:
         simulation = build_simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=None,
-            step_advantages=StepAdvantages(AdvantageEstimator(compute=compute, needs_mini_batch=True)),
+            step_advantages=Seen(estimator),
             log_groups=lambda _, groups: trained.append(list(groups)),
         )
         await simulation.trainer.run()

@@ -73,8 +73,8 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
 def settings(trainer: FullyAsyncTrainer) -> Iterator[tuple[str, object]]:
     """What the trainer and generation were told, as far as a schedule may change it."""
     yield "bound", trainer._run.staleness.max_staleness_steps
-    for name in ("stream_mini_batch", "publishes_between_batches"):
-        yield name, getattr(trainer._settings, name)
+    yield "stream_mini_batch", trainer._train_stage._streams
+    yield "publishes_between_batches", trainer._config.publishes_between_batches
     for name in ("admits_whole_batches", "limits_buffered_groups"):
         yield name, getattr(trainer._run.staleness, f"_{name}")
     yield "most groups held", trainer._run.buffer.max_groups

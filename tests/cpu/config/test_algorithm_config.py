@@ -234,11 +234,11 @@ def test_divergence_in_the_reward_asks_for_the_reference_and_is_applied_when_a_g
     assert config.trainer.algorithm.uses_reference
     assert idle_settings(config) == []
     made = make_advantages(config.trainer.algorithm)
-    assert (made.of_stage, made.need_mini_batch, made.of_step.kl_coef) == (None, False, 0.02)
+    assert (made.of_stage, made.of_step.need_mini_batch, made.of_step.kl_coef) == (None, False, 0.02)
     plain = make_advantages(config_of().trainer.algorithm)
     assert plain.of_stage is not None
     assert plain.of_step.kl_coef is None
-    assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).need_mini_batch
+    assert make_advantages(config_of(f"{ESTIMATOR}=reinforce++").trainer.algorithm).of_step.need_mini_batch
 
 
 @pytest.mark.parametrize(

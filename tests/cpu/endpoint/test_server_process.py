@@ -17,13 +17,14 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletion
 from ray.exceptions import RayActorError
 
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.front_ends import FrontEnd, endpoint_processes
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, InferenceError
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, Prompt, SamplingParams
 from skyrl_gym_http import SkyRLGymHTTPGenerator
@@ -270,7 +271,9 @@ async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(pai
         outages=outages,
         outage_timeout_s=PATIENCE_S,
     )
-    retrier = RolloutRetrier(generator, RetrySettings(max_retries=0, timeout_s=PATIENCE_S), pair.deadlines)
+    retrier = RolloutRetrier(
+        generator, GeneratorConfig(max_retries=0, rollout_timeout_s=PATIENCE_S, retry_backoff_s=0), pair.deadlines
+    )
     prompt = Prompt(uid="p", messages=tuple(HELLO), env_class="chat")
     request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=9))
     async with asyncio.TaskGroup() as tasks:

@@ -29,7 +29,7 @@ from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentReward,
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory
@@ -239,7 +239,7 @@ async def test_agents_that_finished_are_kept_when_too_few_do_and_the_others_alon
             raise RuntimeError(f"tool {task.sample_index} broke")
 
     async with stand_in(echo) as endpoint, agents(endpoint, fail_at_first) as generator:
-        retrier = RolloutRetrier(generator, RetrySettings(max_retries=1, timeout_s=30))
+        retrier = RolloutRetrier(generator, GeneratorConfig(max_retries=1, rollout_timeout_s=30, retry_backoff_s=0))
         rows = by_sample(await retrier.generate(request(3)))
         assert [rows[i].reward for i in range(3)] == [1.0, 1.0, 1.0] and sorted(runs) == [0, 1, 1, 2, 2]
         assert everything_is_released(endpoint)
@@ -543,7 +543,9 @@ async def test_an_agent_that_fails_in_an_outage_is_played_again_and_not_masked()
             raise ConnectionResetError("the session is gone")
 
     async with stand_in(say) as endpoint, agents(endpoint, run, deadlines=deadlines) as generator:
-        retrier = RolloutRetrier(generator, RetrySettings(max_retries=0, timeout_s=PATIENCE_S), deadlines)
+        retrier = RolloutRetrier(
+            generator, GeneratorConfig(max_retries=0, rollout_timeout_s=PATIENCE_S, retry_backoff_s=0), deadlines
+        )
         rows = by_sample(await retrier.generate(request(3)))
     assert [rows[i].is_abandoned for i in range(3)] == [False] * 3
     assert len(endpoint.sessions) == 4 and retrier.num_retries == 0

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
-from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
+from skyrl_async.rollout.failed_samples import RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -31,7 +32,7 @@ from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler
 from tests.cpu.tiny_chat import RENDERER
 from tests.patience import PATIENCE_S
 
-FILL, TRAIN_REST, DROP = OnFailedSamples.FILL, OnFailedSamples.TRAIN_REST, OnFailedSamples.DROP
+FILL, TRAIN_REST, DROP = OnFailedSamples.fill, OnFailedSamples.train_rest, OnFailedSamples.drop
 TIMEOUT_S = 100.0
 
 
@@ -106,11 +107,12 @@ def run(
 ) -> RolloutResult:
     retrier = RolloutRetrier(
         generator,
-        RetrySettings(
+        GeneratorConfig(
             max_retries=max_retries,
-            timeout_s=TIMEOUT_S,
+            rollout_timeout_s=TIMEOUT_S,
             on_failed_samples=policy,
-            backoff=backoff or Backoff(base_s=0, max_s=0),
+            retry_backoff_s=backoff.base_s if backoff else 0,
+            max_retry_backoff_s=backoff.max_s if backoff else 0,
         ),
     )
     return run_in_virtual_time(retrier.run_rollout(group or request()))
@@ -165,7 +167,8 @@ def test_drop_fails_the_group_at_its_first_loss() -> None:
 
 def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
     retrier = RolloutRetrier(
-        Scripted({0: [FAIL] * 9}), RetrySettings(max_retries=1, timeout_s=TIMEOUT_S, on_failed_samples=FILL)
+        Scripted({0: [FAIL] * 9}),
+        GeneratorConfig(max_retries=1, rollout_timeout_s=TIMEOUT_S, retry_backoff_s=0, on_failed_samples=FILL),
     )
     with pytest.raises(ValueError, match="sample 0 broke"):
         run_in_virtual_time(retrier.run_rollout(request()))
@@ -258,7 +261,9 @@ def test_no_engine_is_no_failed_rollout_and_waits_for_no_other_sample() -> None:
 
     async def timed() -> float:
         with pytest.raises(NoEngineError):
-            await RolloutRetrier(generator, RetrySettings(max_retries=2, timeout_s=TIMEOUT_S)).run_rollout(request())
+            await RolloutRetrier(
+                generator, GeneratorConfig(max_retries=2, rollout_timeout_s=TIMEOUT_S, retry_backoff_s=0)
+            ).run_rollout(request())
         return asyncio.get_running_loop().time()
 
     generator = Deserted({})
@@ -303,7 +308,13 @@ def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played
     async def timed() -> tuple[RolloutResult | Exception, float]:
         retrier = RolloutRetrier(
             generator,
-            RetrySettings(max_retries=max_retries, timeout_s=TIMEOUT_S, on_failed_samples=policy, backoff=backoff),
+            GeneratorConfig(
+                max_retries=max_retries,
+                rollout_timeout_s=TIMEOUT_S,
+                on_failed_samples=policy,
+                retry_backoff_s=backoff.base_s,
+                max_retry_backoff_s=backoff.max_s,
+            ),
         )
         try:
             outcome: RolloutResult | Exception = await retrier.run_rollout(request(num_samples))
@@ -403,7 +414,7 @@ def simulate(settings: SimulationSettings, generator_over: Any) -> Any:
 
 
 def test_contract_8_a_generator_that_never_returns_for_one_prompt_does_not_stop_training() -> None:
-    settings = replace(RUN, max_retries=1, backoff=Backoff(base_s=5, max_s=5))
+    settings = replace(RUN, max_retries=1, retry_backoff_s=5, max_retry_backoff_s=5)
     simulation = simulate(settings, HangsFor)
     assert simulation.dataloader.statistics()["trained_total"] == 31
     assert simulation.dataloader.statistics()["failed_total"] == 1
@@ -510,7 +521,8 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
         on_failed_samples=policy,
         max_retries=max_retries,
         max_failed_fraction=1.0,
-        backoff=Backoff(base_s=2, max_s=9),
+        retry_backoff_s=2,
+        max_retry_backoff_s=9,
     )
     made: list[Unreliable] = []
 
@@ -565,7 +577,7 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
 
     monkeypatch.setattr("skyrl_async.generators.gym.generator._MAX_ENVIRONMENT_CALLS", 1)
     generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make)
-    retrier = RolloutRetrier(generator, RetrySettings(max_retries=20, timeout_s=0.3))
+    retrier = RolloutRetrier(generator, GeneratorConfig(max_retries=20, rollout_timeout_s=0.3, retry_backoff_s=0))
     try:
         (row,) = await retrier.generate(request(1))
         assert row.reward == pytest.approx(0.2) and retrier.num_retries >= 3

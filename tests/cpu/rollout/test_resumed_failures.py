@@ -8,12 +8,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
-from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
+from skyrl_async.rollout.failed_samples import RolloutResult
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.group_state import ResumeCounts, SampleState, SampleStates
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sampler import TokenUsage, recording_tokens_to
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.types import Trajectory
@@ -61,7 +62,10 @@ def play(generator: Halves, saved: SampleStates, looks: list[dict[int, SampleSta
 
     async def main() -> RolloutResult:
         retrier = RolloutRetrier(
-            generator, RetrySettings(max_retries=2, timeout_s=100.0, on_failed_samples=OnFailedSamples.FILL)
+            generator,
+            GeneratorConfig(
+                max_retries=2, rollout_timeout_s=100.0, retry_backoff_s=0, on_failed_samples=OnFailedSamples.fill
+            ),
         )
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(retrier.run_rollout(replace(request(NUM_SAMPLES), sample_states=saved)))

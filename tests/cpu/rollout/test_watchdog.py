@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.watchdog import Watchdog
-from skyrl_async.runtime.outages import Backoff
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus, report, report_engine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
@@ -206,7 +206,7 @@ def test_an_episode_says_its_sample_turn_phase_and_engine() -> None:
             return await super().generate_tokens(*args, session_id=session_id, **kwargs)
 
     generator = GymGenerator(Sampler(["a", "b"]), RENDERER, lambda name, extras: Quiz())
-    attempts = RolloutRetrier(generator, RetrySettings(max_retries=0, timeout_s=1000))
+    attempts = RolloutRetrier(generator, GeneratorConfig(max_retries=0, rollout_timeout_s=1000, retry_backoff_s=0))
 
     async def main() -> list[list[RolloutStatus]]:
         async with asyncio.TaskGroup() as tasks:
@@ -226,7 +226,7 @@ def test_a_rollout_that_waits_for_a_retry_says_so_and_counts_from_its_beginning(
             raise ValueError("no")
 
     attempts = RolloutRetrier(
-        Failing(), RetrySettings(max_retries=1, timeout_s=1000, backoff=Backoff(base_s=80, max_s=80))
+        Failing(), GeneratorConfig(max_retries=1, rollout_timeout_s=1000, retry_backoff_s=80, max_retry_backoff_s=80)
     )
 
     async def main() -> list[list[RolloutStatus]]:

@@ -5,10 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import GenerationError, NoEngineError, OutageError
 from skyrl_async.inference.pool import EnginePool
-from skyrl_async.rollout.failed_samples import OnFailedSamples, RolloutResult
-from skyrl_async.rollout.retrier import RetrySettings, RolloutRetrier
+from skyrl_async.rollout.failed_samples import RolloutResult
+from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines, Outages, Resending
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.cpu.inference.test_engine_pool import engine
@@ -30,7 +31,7 @@ def play(
     generator: Scripted,
     schedule: Schedule,
     *,
-    policy: OnFailedSamples = OnFailedSamples.FILL,
+    policy: OnFailedSamples = OnFailedSamples.fill,
     max_retries: int = 0,
     timeout_s: float = 100.0,
 ) -> RolloutResult:
@@ -38,7 +39,11 @@ def play(
         deadlines = Deadlines()
         schedule(deadlines.outages)
         retrier = RolloutRetrier(
-            generator, RetrySettings(max_retries=max_retries, timeout_s=timeout_s, on_failed_samples=policy), deadlines
+            generator,
+            GeneratorConfig(
+                max_retries=max_retries, rollout_timeout_s=timeout_s, retry_backoff_s=0, on_failed_samples=policy
+            ),
+            deadlines,
         )
         try:
             return await retrier.run_rollout(request())

@@ -1,6 +1,7 @@
 """Contracts 3, 7 and 9 bit for bit: the real loop, client, generator, FSDP2 policy and publisher over the deterministic engine."""
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,14 @@ import pytest
 from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
-from skyrl_async.composition.parts import _trainer_settings
 from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, lease_of, leasing_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
+from skyrl_async.config.schema.fields import from_section
+from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
@@ -24,15 +28,14 @@ from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.preparation import reward_with
-from skyrl_async.rollout.retrier import RetrySettings
-from skyrl_async.rollout.staleness import STALENESS_POLICIES, _AsyncStalenessManager
-from skyrl_async.rollout.worker import GenerationWorkers, RolloutSettings
+from skyrl_async.rollout.staleness import _AsyncStalenessManager
+from skyrl_async.rollout.worker import GenerationWorkers
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
-from skyrl_async.trainer.run import TrainerCallbacks, TrainerSettings, ValidationSettings, make_run
+from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -148,6 +151,36 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class InFlight(TrainerConfig):
+    """Deterministic in everything but when weights change."""
+
+    publishes_between_batches = False
+
+
+def config_of(job: Job) -> Config:
+    trainer = (TrainerConfig if job.publishes_between_batches else InFlight)(
+        max_staleness_steps=job.max_staleness_steps,
+        num_parallel_generation_workers=3 * (job.max_staleness_steps + 1),
+        count_buffered_as_in_flight=False,
+        policy_mini_batch_size=3,
+        num_steps=NUM_STEPS,
+        stream_mini_batch=job.stream_mini_batch,
+        deterministic=True,
+        eval_interval_steps=0,
+        checkpoint_interval_steps=job.checkpoint_interval_steps,
+        logprob_probe_interval_steps=job.check_interval_steps,
+        stall_warning_s=math.inf,
+    )
+    generator = GeneratorConfig(
+        n_samples_per_prompt=3,
+        max_retries=0,
+        rollout_timeout_s=1e6,
+        max_failed_fraction=0.0,
+        sampling=from_section(SamplingConfig, job.sampling, stop=list(job.sampling.stop)),
+    )
+    return Config(trainer=trainer, generator=generator)
+
+
 def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     from transformers import AutoTokenizer
 
@@ -191,27 +224,9 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     generator = GymGenerator(
         client, ChatRenderer(tokenizer), make_environment=lambda name, extras: ENVIRONMENTS[name]()
     )
+    config = config_of(job)
     run = make_run(
-        TrainerSettings(
-            max_concurrent_groups=3 * (job.max_staleness_steps + 1),
-            max_staleness_steps=job.max_staleness_steps,
-            rollout=RolloutSettings(
-                num_samples=3,
-                sampling=job.sampling,
-                seed=0,
-                retries=RetrySettings(max_retries=0, timeout_s=1e6),
-                max_failed_fraction=0.0,
-            ),
-            mini_batch_size=3,
-            num_steps=NUM_STEPS,
-            staleness_policy=STALENESS_POLICIES["wait"],
-            stream_mini_batch=job.stream_mini_batch,
-            deterministic=True,
-            validation=ValidationSettings(),
-            checkpoint_interval_steps=job.checkpoint_interval_steps,
-            check_interval_steps=job.check_interval_steps,
-            publishes_between_batches=job.publishes_between_batches,
-        ),
+        config,
         dataloader=dataloader,
         client=client,
         generator=generator,
@@ -223,14 +238,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         policy=leasing,
         publisher=publisher,
         prepare={"reward": reward_with(grpo_advantages)},
-        evaluator=Evaluator(
-            generator=generator,
-            prompts=[],
-            num_samples=1,
-            sampling=job.sampling,
-            max_concurrent=1,
-            retries=RetrySettings(max_retries=0, timeout_s=1e6),
-        ),
+        evaluator=Evaluator(config, generator, prompts=[]),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
     )
@@ -389,8 +397,7 @@ def test_with_weights_that_change_between_batches_a_run_does_not_depend_on_how_l
 @pytest.mark.parametrize("is_deterministic", [True, False])
 def test_the_configuration_s_key_changes_weights_between_batches(is_deterministic: bool) -> None:
     config = from_overrides(f"trainer.deterministic={str(is_deterministic).lower()}")
-    settings = _trainer_settings(config, must_wait_for_mini_batch=False)
-    assert settings.deterministic == settings.publishes_between_batches == is_deterministic
+    assert config.trainer.publishes_between_batches == is_deterministic
 
 
 @pytest.mark.parametrize(

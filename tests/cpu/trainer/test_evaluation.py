@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
+from skyrl_async.config.schema.run import Config, EvaluationConfig
 from skyrl_async.errors import GenerationError
 from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.rollout.retrier import RetrySettings
 from skyrl_async.trainer.validation import Evaluator
-from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, Trajectory
 
 
 class Player:
@@ -35,14 +36,13 @@ class Player:
 
 
 def evaluator(player: Player, num_prompts: int = 4) -> Evaluator:
-    return Evaluator(
-        generator=player,
-        prompts=[Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)],
-        num_samples=2,
-        sampling=SamplingParams(max_tokens=8),
-        max_concurrent=2,
-        retries=RetrySettings(max_retries=0, timeout_s=5),
+    config = Config(
+        generator=GeneratorConfig(max_retries=0, rollout_timeout_s=5),
+        evaluation=EvaluationConfig(
+            n_samples_per_prompt=2, max_concurrent=2, sampling=SamplingConfig(max_tokens=8, temperature=0.5)
+        ),
     )
+    return Evaluator(config, player, [Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)])
 
 
 async def test_requests_wait_in_line_like_groups_that_are_admitted_now() -> None:

@@ -154,7 +154,7 @@ def run_with_straggler(monkeypatch: pytest.MonkeyPatch, settings: SimulationSett
 
     async def main() -> Simulation:
         simulation = build_simulation(settings, **parts)
-        simulation.workers._settings = replace(simulation.workers._settings, sampling=SamplingParams(max_tokens=10_000))
+        simulation.workers._sampling = SamplingParams(max_tokens=10_000)
         await simulation.trainer.run()
         return simulation
 
