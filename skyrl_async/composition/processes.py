@@ -29,7 +29,6 @@ from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
-from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
@@ -205,28 +204,22 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_endpoint(
-    config: Config,
-    policy_dir: Path,
-    engines: Sequence[InferenceEngine],
-    max_model_len: int,
-    run_dir: Path,
-    outages: Outages,
-    shutdown: ShutdownRequest | None = None,
+    config: Config, policy_dir: Path, client: InferenceEngineClient, run_dir: Path, shutdown: ShutdownRequest | None
 ) -> AsyncIterator[Endpoint]:
     """Run the endpoint's processes; their address and keys are in ``endpoint.json`` meanwhile, readable by its owner only.
 
-    Where rollouts need the endpoint, ``outages`` learn of a process that is gone. One that stays gone fails the run through
-    ``shutdown``, or raises here where that is None.
+    They sample from the client's engines. Where rollouts need the endpoint, the client's outages learn of a process that is gone. One that
+    stays gone fails the run through ``shutdown``, or raises here where that is None.
     """
     from skyrl_async.endpoint.server.front_ends import endpoint_processes
 
     api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
     controller_key = f"ck-{secrets.token_urlsafe(24)}"
-    settings = _endpoint_settings(config, policy_dir, max_model_len, api_key, controller_key)
+    settings = _endpoint_settings(config, policy_dir, client.max_model_len, api_key, controller_key)
     processes = endpoint_processes(
         settings,
-        engines,
-        outages=outages if config.generator.needs_endpoint else None,
+        client.engines,
+        outages=client.deadlines.outages if config.generator.needs_endpoint else None,
         on_failure=shutdown.fail if shutdown is not None else None,
     )
     async with processes as front_ends:

@@ -116,36 +116,12 @@ class ActorResources:
 
 
 class ReservedDevices:
-    """The reserved devices of a plan; made by ``reserve``."""
+    """The reserved devices of a plan; made by ``reserve_devices``."""
 
     def __init__(self, plan: DevicePlan, group: "PlacementGroup", nodes: Sequence[str], here: str) -> None:
         self.plan = plan
         self._group = group
         self._indices = _indices_by_group(plan, nodes, here)
-
-    @classmethod
-    async def reserve(
-        cls, plan: DevicePlan, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S
-    ) -> "ReservedDevices":
-        """Reserve all devices of the plan until ``stack`` ends; then Ray ends what still runs on them, too.
-
-        Raises ``ConfigError`` when Ray does not get them within ``timeout_s``.
-        """
-        import ray
-        from ray.util import placement_group, placement_group_table, remove_placement_group
-
-        bundles = [{plan.unit.value: float(size)} for size in _bundle_sizes(plan)]
-        group = placement_group(bundles, strategy="PACK")
-        stack.callback_in_thread("the placement group", lambda: remove_placement_group(group))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await group.ready()
-        except TimeoutError:
-            free = ray.available_resources().get(plan.unit.value, 0.0)
-            raise ConfigError(_not_free(plan, free, timeout_s)) from None
-        node_of = placement_group_table(group)["bundles_to_node_id"]
-        here = ray.get_runtime_context().get_node_id()
-        return cls(plan, group, [node_of[index] for index in range(len(bundles))], here)
 
     def resources(self, stage: str) -> ActorResources:
         """What Ray reserves for each actor of a stage."""
@@ -167,22 +143,34 @@ class ReservedDevices:
         )
 
 
-async def reserve_devices(config: Config, stack: ClosingStack) -> ReservedDevices | None:
-    """Reserve what ``placement.groups`` says, until ``stack`` ends; None without groups.
+async def reserve_devices(
+    config: Config, stack: ClosingStack, *, timeout_s: float = RESERVE_TIMEOUT_S
+) -> ReservedDevices | None:
+    """Reserve what ``placement.groups`` says until ``stack`` ends, and then end what still runs there; None without groups.
 
-    Raises ``ConfigError`` when the cluster that was joined has too few devices, or has not got them free.
+    Raises ``ConfigError`` when the cluster that was joined has too few devices, or has not got them free within ``timeout_s``.
     """
     import ray
+    from ray.util import placement_group, placement_group_table, remove_placement_group
 
     if config.placement.groups is None:
         return None
-    total = ray.cluster_resources().get(device_unit(config).value, 0.0)
-    plan = device_plan(config, int(total))
+    plan = device_plan(config, int(ray.cluster_resources().get(device_unit(config).value, 0.0)))
     assert plan is not None
-    reserved = await ReservedDevices.reserve(plan, stack)
+    bundles = [{plan.unit.value: float(size)} for size in _bundle_sizes(plan)]
+    group = placement_group(bundles, strategy="PACK")
+    stack.callback_in_thread("the placement group", lambda: remove_placement_group(group))
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+    except TimeoutError:
+        free = ray.available_resources().get(plan.unit.value, 0.0)
+        raise ConfigError(_not_free(plan, free, timeout_s)) from None
     for line in plan.table().splitlines():
         logger.info("%s", line)
-    return reserved
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    here = ray.get_runtime_context().get_node_id()
+    return ReservedDevices(plan, group, [node_of[index] for index in range(len(bundles))], here)
 
 
 def engine_resources(config: Config, reserved: ReservedDevices | None, names: Sequence[str]) -> ActorResources:

@@ -33,7 +33,7 @@ from skyrl_async.composition.parts import (
 from skyrl_async.composition.processes import Engines, is_supervised, serving_endpoint, start_engines_and_policy
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
-from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, leasing_policy
+from skyrl_async.composition.time_sharing import device_groups, leasing_policy
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.inference.client import InferenceEngineClient
@@ -41,6 +41,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.rank_process import seed_all
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 
 
 @contextlib.asynccontextmanager
@@ -88,18 +89,19 @@ async def started_parts(
         endpoint = None
         if config.serves_endpoint:
             say("starting the endpoint")
-            outages = client.pool.deadlines.outages
-            serving = serving_endpoint(config, plan.initial, engines, client.max_model_len, run_dir, outages, shutdown)
+            serving = serving_endpoint(config, plan.initial, client, run_dir, shutdown)
             endpoint = await stack.enter_async_context(serving)
-        time_sharing = engine_time_sharing(
-            groups,
-            client,
-            min_slice_s=config.placement.min_generation_slice_s,
-            # Requests to the endpoint are not in this pool.
-            is_busy=lambda: endpoint is not None or client.pool.is_busy,
-            trace=trace,
-            clock=time.monotonic,
-        )
+        time_sharing = None
+        if GENERATE in groups:
+            time_sharing = EngineTimeSharing(
+                client,
+                groups[GENERATE],
+                min_slice_s=config.placement.min_generation_slice_s,
+                # Requests to the endpoint are not in this pool.
+                is_busy=lambda: endpoint is not None or client.pool.is_busy,
+                trace=trace,
+                clock=time.monotonic,
+            )
         leasing = leasing_policy(policy, groups)
         hold_engines = time_sharing.holding if time_sharing else contextlib.nullcontext
         generator = make_generator(config, client, renderer, endpoint, run_dir, stack)

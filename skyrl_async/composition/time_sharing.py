@@ -5,17 +5,15 @@
 Does not know what is computed under a lease.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
 from skyrl_async.config.rules.device_plan import DevicePlan
-from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDevices, groups_by_member
 from skyrl_async.training.protocol import Policy
-from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE
 
 _WITH_WORKERS = ("policy", "ref", "logp")
 
@@ -29,23 +27,6 @@ def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
         for group in plan.groups
     ]
     return groups_by_member(shared for shared in members if len(shared) > 1)
-
-
-def engine_time_sharing(
-    groups: Mapping[str, DeviceGroup],
-    client: InferenceEngineClient,
-    *,
-    min_slice_s: float,
-    is_busy: Callable[[], bool],
-    trace: Trace,
-    clock: Callable[[], float],
-) -> EngineTimeSharing | None:
-    """Make the engines' time-sharing; None where they have their devices for themselves. See ``EngineTimeSharing`` for arguments."""
-    if GENERATE not in groups:
-        return None
-    return EngineTimeSharing(
-        client, groups[GENERATE], min_slice_s=min_slice_s, is_busy=is_busy, trace=trace, clock=clock
-    )
 
 
 def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement
-from skyrl_async.composition.time_sharing import engine_time_sharing, leasing_policy, on_leased_devices
+from skyrl_async.composition.time_sharing import leasing_policy, on_leased_devices
 from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.fields import from_section
@@ -39,7 +39,7 @@ from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, Mode
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import Group, PauseMode, Prompt
-from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -223,14 +223,16 @@ def build_simulation(
         send_seconds=settings.send_seconds,
     )
     groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
-    time_sharing = engine_time_sharing(
-        groups,
-        client,
-        min_slice_s=settings.min_generation_slice_s,
-        is_busy=lambda: client.pool.is_busy,
-        trace=trace,
-        clock=loop.time,
-    )
+    time_sharing = None
+    if GENERATE in groups:
+        time_sharing = EngineTimeSharing(
+            client,
+            groups[GENERATE],
+            min_slice_s=settings.min_generation_slice_s,
+            is_busy=lambda: client.pool.is_busy,
+            trace=trace,
+            clock=loop.time,
+        )
     publisher = WeightPublisher(
         client=client,
         policy=leasing_policy(policy, groups),

@@ -9,7 +9,6 @@ from ray.util import placement_group_table
 
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.ray_cluster import (
-    ReservedDevices,
     _indices_by_group,
     engine_resources,
     reserve_devices,
@@ -134,14 +133,14 @@ class TestOnRay:
                 await reserve_devices(too_many, stack)
 
     async def test_devices_that_others_hold_are_not_waited_for_for_ever(self, ray_session: None) -> None:
-        plan = plan_of(4, "placement.groups=[[policy,generate]]", "placement.devices=[3]")
+        config = config_of("placement.groups=[[policy,generate]]", "placement.devices=[3]")
         async with ClosingStack() as stack:
-            await ReservedDevices.reserve(plan, stack)
+            await reserve_devices(config, stack)
             expected = (
                 r"needs 3 CPU slots, 3 of them on one machine, .* within 0.2 s: 1 of the cluster's 4 are free; wait"
             )
             with pytest.raises(ConfigError, match=expected):
-                await ReservedDevices.reserve(plan, stack, timeout_s=0.2)
+                await reserve_devices(config, stack, timeout_s=0.2)
         assert stack.failures == []
 
     async def test_an_engine_that_is_added_where_no_device_is_left_is_refused(self, ray_session: None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.composition.time_sharing import engine_time_sharing, lease_of, leasing_policy, on_leased_devices
+from skyrl_async.composition.time_sharing import lease_of, leasing_policy, on_leased_devices
 from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
@@ -20,6 +20,7 @@ from skyrl_async.simulator.run import SimulationSettings, build_simulation
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 ROW = Trajectory(
@@ -118,8 +119,9 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
         trace, groups = Trace(None, loop.time), groups_by_member([["policy", "logp", "generate"]])
         engine = ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: 1, load_seconds=0.5)
         client = InferenceEngineClient([engine], tokenizer=None, max_model_len=1000)
-        turns = engine_time_sharing(groups, client, min_slice_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time)
-        assert turns is not None
+        turns = EngineTimeSharing(
+            client, groups["generate"], min_slice_s=1.0, is_busy=lambda: True, trace=trace, clock=loop.time
+        )
         started: list[Forward] = []
 
         async def start() -> Forward:

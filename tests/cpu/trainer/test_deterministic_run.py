@@ -13,7 +13,7 @@ import pytest
 from skyrl_async.algorithms.advantages import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
-from skyrl_async.composition.time_sharing import device_groups, engine_time_sharing, lease_of, leasing_policy
+from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.config.schema.fields import from_section
@@ -40,7 +40,7 @@ from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
-from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
+from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
@@ -201,9 +201,16 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     groups = device_groups(job.plan) or groups_by_member([job.shared_by] if job.shared_by else [])
     leasing = leasing_policy(policy, groups)
     clock = asyncio.get_running_loop().time
-    turns = engine_time_sharing(
-        groups, client, min_slice_s=0.05, is_busy=lambda: client.pool.is_busy, trace=trace, clock=clock
-    )
+    turns = None
+    if GENERATE in groups:
+        turns = EngineTimeSharing(
+            client,
+            groups[GENERATE],
+            min_slice_s=0.05,
+            is_busy=lambda: client.pool.is_busy,
+            trace=trace,
+            clock=clock,
+        )
     publisher = WeightPublisher(
         client=client,
         policy=leasing,
