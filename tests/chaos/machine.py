@@ -78,7 +78,7 @@ class ARunUnderFaults(RuleBasedStateMachine):
             step = self._survivals.last_step
             self._run.repair_disk()
             # Samples that hang may all be tries of the group that is waited for, one after another.
-            patience_s = _PATIENCE_S + self._num_hung * (SETTINGS.rollout_timeout_s + SETTINGS.backoff.max_s)
+            patience_s = _PATIENCE_S + self._num_hung * (SETTINGS.rollout_timeout_s + SETTINGS.max_retry_backoff_s)
             while self._survivals.last_step < step + _STEPS_AFTER and patience_s > 0:
                 self._survivals.go_on(_SLICE_S)
                 patience_s -= _SLICE_S
