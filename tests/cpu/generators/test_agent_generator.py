@@ -133,7 +133,7 @@ async def agents(
         FunctionReward(reward, executor, slots)
         if reward
         else EnvironmentReward(make_environment, executor, slots, max_turns=8),
-        **{"agent_timeout_s": 20.0, **settings},
+        **{"agent_timeout_s": PATIENCE_S, **settings},
     )
     try:
         yield generator
@@ -144,7 +144,7 @@ async def agents(
 @asynccontextmanager
 async def programs(endpoint: StandIn, command: str, **settings: Any) -> AsyncIterator[AgentGenerator]:
     generator = make_agent_generator(
-        GeneratorConfig(**{"command": command, "agent_timeout_s": 20.0, **settings}),
+        GeneratorConfig(**{"command": command, "agent_timeout_s": PATIENCE_S, **settings}),
         urls=[endpoint.root],
         controller_key=CONTROLLER_KEY,
         make_environment=make_environment,
