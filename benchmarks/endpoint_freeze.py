@@ -1,7 +1,7 @@
 """What huge requests do to another session's stream: its longest silence, and how long ``/health`` takes.
 
-A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of ``context`` tokens. By
-default every body is read, parsed and compared with it; in a shorter context larger bodies of one prompt are refused unread. One session
+A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of ``context`` tokens. Bodies of
+one prompt that are larger than such a prompt can be are refused unread; others are read, parsed and compared with the context. One session
 streams while others send bodies of ``mib`` MiB, four each and all at once, from another process. ``gap_alone_s`` is the stream's
 longest silence before that, and ``longest_gap_s`` beside it; ``statuses`` counts the answers. Memory is the front end's resident one, at
 its peak and two seconds after the last answer. The kinds of body: one long message; many short ones; tool definitions; prompts as text
@@ -246,7 +246,7 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--case", action="append", choices=list(CASES), help="one kind of body, instead of all")
     parser.add_argument("--mib", type=float, default=15.0, help="size of a body")
-    parser.add_argument("--context", type=int, default=2**18, help="tokens of the model's context")
+    parser.add_argument("--context", type=int, default=2**17, help="tokens of the model's context")
     options = parser.parse_args()
     num_bodies = 10 if options.quick else 100
     under = conditions(seed=options.seed, num_bodies=num_bodies, mib=options.mib, context=options.context)
