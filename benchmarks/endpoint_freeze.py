@@ -1,8 +1,8 @@
 """What huge requests do to another session's stream: its longest silence, and how long ``/health`` takes.
 
-A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of ``context`` tokens. Bodies of
-one prompt that are larger than such a prompt can be are refused unread; others are read, parsed and compared with the context. One session
-streams while others send bodies of ``mib`` MiB, four each and all at once, from another process. ``gap_alone_s`` is the stream's
+A front end in a process of its own serves an engine that gives a token every ten milliseconds, in a context of ``context`` tokens. Bodies
+of one prompt that are larger than such a prompt can be are refused unread; others are read, parsed and compared with the context. One
+session streams while others send bodies of ``mib`` MiB, four each and all at once, from another process. ``gap_alone_s`` is the stream's
 longest silence before that, and ``longest_gap_s`` beside it; ``statuses`` counts the answers. Memory is the front end's resident one, at
 its peak and two seconds after the last answer. The kinds of body: one long message; many short ones; tool definitions; prompts as text
 and as ids; items of the Responses API; Anthropic's messages; texts to be tokenized or counted; ``tokenized``, a message of an eighth of
