@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.request_handler import Serving
@@ -51,7 +52,7 @@ _ROW = (
 
 def make_router(serving: Serving) -> APIRouter:
     """The controller's routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=ParsedRoute)
     store = serving.sessions
 
     @router.post("/sessions")

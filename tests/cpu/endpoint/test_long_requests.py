@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -19,6 +20,7 @@ from benchmarks.endpoint_freeze import front_end, measure
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.chat.spelling import Speller
 from skyrl_async.config.schema.server import ServerConfig
+from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.json_text import (
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -109,6 +111,22 @@ async def test_a_body_that_no_prompt_of_the_context_needs_is_an_overflow_before_
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 100 tokens, but the body has more than 268544 bytes" in error["message"]
     assert status["num_overflows"] == 1
+
+
+async def test_a_session_ends_with_as_many_metrics_as_one_likes() -> None:
+    metrics = {f"a figure of the agent's {i}": float(i) for i in range(1000)}
+    async with endpoint(ScriptedSampler()) as served:
+        session = await served.begin()
+        await session.http.post("/v1/chat/completions", json={"messages": [user()]})
+        (row,) = await session.finish(metrics=metrics)
+    assert row["metrics"].items() >= metrics.items()
+
+
+def test_every_route_takes_a_body_as_it_was_parsed() -> None:
+    """The bytes of a long one are gone by then."""
+    app = create_app(ScriptedSampler(), ChatRenderer(TOKENIZER), api_keys=[RUN_KEY], parser=PARSER)
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    assert routes and all(isinstance(route, ParsedRoute) for route in routes)
 
 
 async def test_a_definition_of_a_tool_counts_as_prompt() -> None:
