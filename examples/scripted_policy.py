@@ -17,7 +17,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
@@ -104,7 +104,7 @@ class ScriptedSampler:
         )
 
 
-def make_app(script: Script, *, controller_key: str, session_settings: SessionSettings | None = None) -> FastAPI:
+def make_app(script: Script, *, controller_key: str, session_settings: SessionSettings | None = None) -> Starlette:
     """The endpoint's application over a scripted policy. Its tokenizer, trained on the spot, can spell any text."""
     tokenizer = train_tokenizer([])
     return create_app(

@@ -4,8 +4,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from skyrl_async.endpoint.routes.chat_completions import ChatCompletionRequest
+from skyrl_async.endpoint.routes.completions import CompletionRequest
+from skyrl_async.endpoint.routes.messages import Conversation, MessagesRequest
+from skyrl_async.endpoint.routes.operations import DetokenizeRequest, TokenizeRequest
+from skyrl_async.endpoint.routes.responses import ResponsesRequest
+from skyrl_async.endpoint.routes.sessions import CreateSession
+from skyrl_async.endpoint.sessions.settings import SessionOutcome
 
 Schema = Mapping[str, Any]
 Strategy = st.SearchStrategy[Any]
@@ -187,22 +195,31 @@ _COMMON: dict[str, Strategy] = {
 }
 
 
-def post_paths(app: FastAPI) -> Iterator[str]:
-    """Every route that takes a body."""
-    for path, methods in app.openapi()["paths"].items():
-        if "post" in methods:
-            yield path
+BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": Conversation,
+    "/sessions": CreateSession,
+    "/sessions/{id}/finish": SessionOutcome,
+    "/tokenize": TokenizeRequest,
+    "/v1/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/detokenize": DetokenizeRequest,
+}
+"""Path of every route that takes a body -> its fields."""
 
 
 @st.composite
-def bodies(draw: st.DrawFn, app: FastAPI, path: str) -> bytes:
+def bodies(draw: st.DrawFn, path: str) -> bytes:
     """A body of ``POST path``: right, or wrong in up to three places, or no JSON at all."""
     kind = draw(st.integers(0, 19))
     if kind == 0:
         return draw(
             st.one_of(st.binary(max_size=30), st.just(b"[" * 100_000), _wild.map(lambda v: json.dumps(v).encode()))
         )
-    body = draw(_right(app, path))
+    body = draw(_right(path))
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
         _change(draw, body)
     written = json.dumps(body, ensure_ascii=kind != 1)
@@ -235,14 +252,12 @@ def _places(value: Any) -> Iterator[Place]:
                 yield from _places(value[where])
 
 
-def _right(app: FastAPI, path: str) -> Strategy:
-    definitions = app.openapi()
-    schemas = definitions["components"]["schemas"]
-    content = definitions["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+def _right(path: str) -> Strategy:
+    schema = BODIES[path].model_json_schema()
     surface = next((name for name in ("responses", "messages") if name in path), "chat")
     by_name = _COMMON | _BY_NAME[surface] | {"tool_choice": _choices[surface]}
     # Written and read again, so that no two places hold the same object.
-    return _values(content["schema"], schemas, by_name).map(lambda body: json.loads(json.dumps(body)))
+    return _values(schema, schema.get("$defs", {}), by_name).map(lambda body: json.loads(json.dumps(body)))
 
 
 def _values(schema: Schema, definitions: Mapping[str, Schema], by_name: Mapping[str, Strategy]) -> Strategy:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
@@ -170,7 +170,7 @@ async def scripted_endpoint(sampler: ScriptedSampler) -> AsyncIterator[str]:
 
 
 @cache
-def _shared_app() -> FastAPI:
+def _shared_app() -> Starlette:
     return create_app(ScriptedSampler(), RENDERER, api_keys=[RUN_KEY])
 
 

@@ -53,7 +53,7 @@ ALLOWED = {
         "skyrl_async/training/*.py",
         "skyrl_async/weights/*.py",
     ),
-    "fastapi": ("skyrl_async/endpoint/*.py",),
+    "starlette": ("skyrl_async/endpoint/*.py",),
     "uvicorn": ("skyrl_async/endpoint/server/*.py",),
     "openai": ("skyrl_gym_http/*.py",),
     "hydra": ("skyrl_async/config/load.py",),

@@ -5,12 +5,11 @@ The client learns only the class of an unexpected exception; the log has its tra
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -53,7 +52,7 @@ class ApiError(Exception):
 
     def response_for(self, path: str) -> JSONResponse:
         """The response in the format of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
-        outer = {"type": "error"} if path.startswith("/v1/messages") else {}
+        outer = {"type": "error"} if "/v1/messages" in path else {}
         return StrictJSONResponse(outer | self.body, self.status, headers=self.headers)
 
 
@@ -78,13 +77,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _api_error(error: Exception) -> ApiError:
-    match error:
-        case ApiError():
-            return error
-        case RequestValidationError():
-            return _validation_error(error)
-        case HTTPException():
-            return ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code))
+    if isinstance(error, ApiError):
+        return error
     for kind, (status, code) in _API_ERRORS.items():
         if isinstance(error, kind):
             param = "messages" if kind is PromptTooLongError else None
@@ -101,40 +95,37 @@ def _unexpected(error: Exception) -> ApiError:
 _KIND_OF_VALUE = re.compile(r"str|int|bool|float|none|(list|dict|constrained|function|nullable)[-\[].*")
 """A part of the field's path that pydantic adds for a union."""
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    places = [str(part) for part in first["loc"] if part != "body"]
+def invalid_body(error: ValidationError) -> ApiError:
+    """The refusal of a body, naming the first wrong field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    places = (str(part) for part in first["loc"])
     param = ".".join(place for place in places if not _KIND_OF_VALUE.fullmatch(place)) or None
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every failure of ``app`` with an OpenAI error body."""
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 
-    async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error = ApiError(
-                error.status_code,
-                f"{request.method} {request.url.path}: {error.detail}",
-                code=_CODES[error.status_code],
-                headers=error.headers,
-            )
-        return as_api_error(error).response_for(request.url.path)
 
-    async def answer_unexpected(request: Request, error: Exception) -> Response:
-        return _unexpected(error).response_for(
-            request.url.path
-        )  # the exception goes on to the ASGI server, which logs it
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, code=_CODES.get(error.status_code), headers=error.headers)
+    return as_api_error(error).response_for(request.url.path)
 
-    async def answer_nobody(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=499)
 
-    for kind in (HTTPException, RequestValidationError, ApiError, *_API_ERRORS):
-        app.add_exception_handler(kind, answer)
-    app.add_exception_handler(Exception, answer_unexpected)
-    app.add_exception_handler(ClientDisconnect, answer_nobody)
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    """Answer; the exception then goes on to the ASGI server, which logs it."""
+    return _unexpected(error).response_for(request.url.path)
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+ERROR_HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+    **dict.fromkeys((HTTPException, ApiError, *_API_ERRORS), _answer),
+    Exception: _answer_unexpected,
+    ClientDisconnect: _answer_nobody,
+}
+"""An application's, so that every failure is answered with an OpenAI error body."""

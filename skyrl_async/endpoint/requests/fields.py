@@ -78,7 +78,7 @@ def chat_content(texts: Sequence[str]) -> str | list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def chat_tool(tool: Mapping[str, Any], where: str, *, parameters: str) -> Tool:
+def chat_tool(tool: Mapping[str, Any], where: str, *, parameters: str = "parameters") -> Tool:
     """A function tool in chat form, without absent and null fields. ``parameters`` is the key of its JSON schema."""
     schema = tool.get(parameters)
     if schema is not None and not isinstance(schema, dict):

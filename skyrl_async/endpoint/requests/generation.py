@@ -30,8 +30,10 @@ class GenerationRequest:
 
     messages: tuple[Message, ...] = ()
     """OpenAI's chat form, tool calls and tool results included."""
-    prompt_token_ids: tuple[int, ...] | None = None
-    """A raw prompt instead of messages; or, beside them, the exact ids through the last assistant message."""
+    raw_prompt: str | tuple[int, ...] = ()
+    """Text or ids, instead of messages."""
+    prefix_token_ids: tuple[int, ...] | None = None
+    """The exact ids of the messages through the last one of the assistant."""
     tools: tuple[Tool, ...] | None = None
     """OpenAI's chat form of function tools."""
     tool_choice: str = "auto"

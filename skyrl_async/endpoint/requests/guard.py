@@ -4,7 +4,7 @@
     a key of the controller   does that too, and makes, rewards and exports sessions
     a session's key           samples in that session only: an agent in a sandbox must not reward itself
 
-Keys are compared in constant time and never logged. A route finds a ``Principal`` in its scope and the body in one piece.
+Keys are compared in constant time and never logged. A route finds a ``Principal`` in its scope, and takes the parsed body from there.
 """
 
 import asyncio
@@ -12,23 +12,24 @@ import contextlib
 import hashlib
 import hmac
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.json_text import TooManyValuesError, json_refusal, parse_stepwise
+from skyrl_async.endpoint.requests.errors import ApiError, invalid_body
+from skyrl_async.endpoint.requests.json_text import TooManyValuesError, parse_stepwise
 from skyrl_async.endpoint.requests.long_work import LARGE_BODY, LONG_BODY, LongWork
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of
+
+M = TypeVar("M", bound=BaseModel)
 
 _OPEN_PATHS = ("/health",)
 _SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
@@ -75,48 +76,35 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         principal = self._principal(presented_key(Headers(scope=scope)))
-        refusal = _UNKNOWN_KEY if principal is None else _forbidden(principal, scope)
-        if refusal is not None:
-            await refusal.response_for(scope["path"])(scope, receive, send)
-            return
-        if inner := _SESSION_PATH.fullmatch(scope["path"]):
+        path, session = scope["path"], principal.session
+        if inner := _SESSION_PATH.fullmatch(path):
+            if session is None or session.id != inner[1]:
+                raise ApiError(401, f"{path} needs the key of that session", code="invalid_api_key")
             scope = scope | {"path": inner[2], "raw_path": inner[2].encode()}
+        elif session is not None and not path.startswith("/v1/"):
+            raise ApiError(403, f"a session's key opens /v1/ only, not {path}", code="forbidden")
+        elif path.startswith("/sessions") and not principal.is_controller:
+            raise ApiError(403, f"{path} needs the controller's key", code="forbidden")
         await self._app(scope | {_PRINCIPAL: principal}, receive, send)
 
-    def _principal(self, key: str | None) -> Principal | None:
-        if key is not None and (session := self._sessions.authenticate(key)) is not None:
+    def _principal(self, key: str | None) -> Principal:
+        session = None if key is None else self._sessions.authenticate(key)
+        if session is not None:
             return Principal(session=session)
-        if not self._run_digests and not self._controller_digests:
-            # The key of a deleted session is no controller's.
-            return Principal(is_controller=True) if key is None or front_end_of(key) is None else None
-        presented = _digest(key or "")
-        is_controller = [hmac.compare_digest(presented, digest) for digest in self._controller_digests]
-        is_run = [hmac.compare_digest(presented, digest) for digest in self._run_digests]
-        if key is None or not any(is_controller + is_run):
-            return None
-        return Principal(is_controller=any(is_controller))
-
-
-_UNKNOWN_KEY = ApiError(
-    401,
-    "a valid key is needed: send it as Authorization: Bearer <key>",
-    code="invalid_api_key",
-    headers={"WWW-Authenticate": "Bearer"},
-)
-
-
-def _forbidden(principal: Principal, scope: Scope) -> ApiError | None:
-    """The refusal of a path that ``principal`` may not use; None if it may."""
-    path = scope["path"]
-    inner = _SESSION_PATH.fullmatch(path)
-    if inner is not None:
-        own = principal.session is not None and principal.session.id == inner[1]
-        return None if own else ApiError(401, f"{path} needs the key of that session", code="invalid_api_key")
-    if principal.session is not None and not path.startswith("/v1/"):
-        return ApiError(403, f"a session's key opens /v1/ only, not {path}", code="forbidden")
-    if path.startswith("/sessions") and not principal.is_controller:
-        return ApiError(403, f"{path} needs the controller's key", code="forbidden")
-    return None
+        if self._run_digests or self._controller_digests:
+            presented = _digest(key or "")
+            is_controller = [hmac.compare_digest(presented, digest) for digest in self._controller_digests]
+            is_run = [hmac.compare_digest(presented, digest) for digest in self._run_digests]
+            if key is not None and any(is_controller + is_run):
+                return Principal(is_controller=any(is_controller))
+        elif key is None or front_end_of(key) is None:  # the key of a deleted session is no controller's
+            return Principal(is_controller=True)
+        raise ApiError(
+            401,
+            "a valid key is needed: send it as Authorization: Bearer <key>",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def presented_key(headers: Headers) -> str | None:
@@ -156,25 +144,11 @@ class BodyLimit:
             return
         session = principal_of(scope).session if _PRINCIPAL in scope else None
         with contextlib.ExitStack() as held:
-            try:
-                body, digest = await self._read(scope, receive, session, held)
-                is_long = len(body) > LONG_BODY
-                parse = await self._long_work.parse(session, partial(_parsed, body), is_long=is_long)
-            except ApiError as refusal:
-                await refusal.response_for(scope["path"])(scope, receive, send)
-                return
-            except ClientDisconnect:
-                return
-            scope = scope | {_BODY: _Body(parse, digest, held.close)}
-            whole: list[Message] = [
-                {"type": "http.request", "body": _PARSED if is_long else bytes(body), "more_body": False}
-            ]
-            del body, parse
-
-            async def replayed() -> Message:
-                return whole.pop() if whole else await receive()
-
-            await self._app(scope, replayed, send)
+            raw, digest = await self._read(scope, receive, session, held)
+            parse = partial(_parsed, raw)
+            body = _Body(await self._long_work.parse(session, parse, is_long=len(raw) > LONG_BODY), digest, held.close)
+            del raw, parse
+            await self._app(scope | {_BODY: body}, receive, send)
 
     async def _read(
         self, scope: Scope, receive: Receive, session: Session | None, held: contextlib.ExitStack
@@ -221,51 +195,32 @@ _PROMPT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 _BYTES_PER_TOKEN, _MIN_PROMPT_BYTES = 64, 2**18
 """Bytes of JSON that any prompt may have: a token of text has some four, and history that the template leaves out has bytes too."""
 _BODY = "skyrl_async.body"
-_PARSED = b"parsed"
-"""Stands for a long body: its bytes would be memory and nothing reads them."""
+_JSON_TYPE = re.compile(r"application/(\S+\+)?json\s*(;|$)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
 class _Body:
     """A body that was read."""
 
-    parse: Callable[[], Any]
-    """Returns or raises the result of parsing, once."""
+    value: Any
+    """The JSON value; None without a body, and once a route has taken it."""
     digest: bytes
     """SHA-256 of path and body."""
     release: Callable[[], None]
     """Admits the session's next large body; idempotent."""
 
 
-def _parsed_before() -> Any:
-    raise RuntimeError("a body is parsed once")
-
-
-class ParsedRoute(APIRoute):
-    """A route that takes bodies as ``BodyLimit`` parsed them."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_parsed(request: Request) -> Response:
-            parsed = _ParsedRequest(request.scope, request.receive)
-            try:
-                return await handle(parsed)
-            finally:
-                parsed.forget_body()
-
-        return handle_parsed
-
-
-class _ParsedRequest(Request):
-    async def json(self) -> Any:
-        body: _Body = self.scope[_BODY]
-        parse, body.parse = body.parse, _parsed_before
-        return parse()
-
-    def forget_body(self) -> None:
-        """Drop the bytes: FastAPI's objects hold the request until a garbage collection."""
-        self.__dict__.pop("_body", None)
+def body_of(request: Request, kind: type[M]) -> M:
+    """The request's body. Call it once: it forgets the JSON value. Raises ``ApiError`` for a body that is no ``kind``."""
+    body: _Body = request.scope[_BODY]
+    value, body.value = body.value, None
+    content_type = request.headers.get("content-type", "")
+    if value is not None and not _JSON_TYPE.match(content_type):
+        raise ApiError(400, f"the body must come as Content-Type: application/json, got {content_type!r}")
+    try:
+        return kind.model_validate({} if value is None else value, from_attributes=True)
+    except ValidationError as error:
+        raise invalid_body(error) from None
 
 
 def body_digest(scope: Scope) -> bytes:
@@ -280,26 +235,17 @@ def release_body(scope: Scope) -> None:
     body.release()
 
 
-def _parsed(body: bytearray) -> Callable[[], Any]:
-    """The outcome of ``json.loads``. Raises ``ApiError`` for a body that is refused."""
+def _parsed(body: bytearray) -> Any:
+    """The JSON value of a body; None for an empty one. Raises ``ApiError`` for one that is refused."""
     try:
-        text = body.decode()
-        reason = json_refusal(text)
-    except UnicodeDecodeError as error:
-        reason = f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
-    if reason is not None:
-        raise ApiError(400, reason, code="invalid_value")
-    try:
-        parsed = parse_stepwise(text)
+        return parse_stepwise(body.decode()) if body else None
     except TooManyValuesError as error:
         raise ApiError(413, str(error), code="request_too_large") from None
+    except UnicodeDecodeError as error:
+        reason = f"the body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}"
     except (ValueError, RecursionError) as error:
-        return partial(_raise, error)
-    return lambda: parsed
-
-
-def _raise(error: Exception) -> None:
-    raise error
+        reason = f"the body must be JSON: {error}"
+    raise ApiError(400, reason, code="invalid_value")
 
 
 async def body_chunks(

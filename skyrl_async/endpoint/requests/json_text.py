@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
 
+from skyrl_async.endpoint.requests.long_work import LONG_TEXT, text_length
+
 T = TypeVar("T")
 
 MAX_VALUES, MAX_CONTAINERS = 1_000_000, 20_000
 """Most numbers and strings, and most lists and objects, in a body. The ids of a context of a million tokens fit."""
-MANY_VALUES = 4096
-"""Values that are written in some two milliseconds."""
 LONG_LIST = 512
 """Values, each with some twenty others in it at most, that are written within ten milliseconds."""
 _FEW_VALUES = 20_000
 """Python's parser in C makes them in some ten milliseconds."""
-_SUSPICIOUS = ("NaN", "Infinity", "\\ud", "\\uD")
-"""A body without any of these is JSON whenever Python's parser takes it."""
+_SURROGATES = ("\\ud", "\\uD")
+"""How the escapes of surrogates begin."""
 _PIECE = 2**19
 """Characters that are searched in less than a millisecond, before another thread may run."""
 
@@ -60,30 +60,30 @@ def json_bytes_stepwise(content: Any, errors: str = "backslashreplace") -> bytes
 
 
 async def encode_json(content: Any) -> bytes:
-    """``json_bytes``, in a thread if there are many values."""
-    if _num_values(content) <= MANY_VALUES:
+    """``json_bytes``, in a thread if there is much to write."""
+    if text_length(content) <= LONG_TEXT:
         return json_bytes(content)
     return await asyncio.to_thread(json_bytes_stepwise, content)
 
 
-def _num_values(content: Any) -> int:
-    """About how many values there are, taking those of a list to be alike."""
-    match content:
-        case dict():
-            return sum(map(_num_values, content.values()))
-        case [first, *_]:
-            return len(content) * _num_values(first)
-    return 1
+def parse_stepwise(text: str) -> Any:
+    """``json.loads`` of strict JSON, for a thread: makes many values step by step, so that other threads run meanwhile.
 
-
-def parse_stepwise(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """``json.loads`` for a thread: makes many values step by step, so that other threads run meanwhile.
-
-    Raises ``TooManyValuesError`` besides the errors of ``json.loads``: to check, write and free so many would hold up the interpreter.
+    Raises ``ValueError`` with the reason, ``RecursionError``, and ``TooManyValuesError``: to check, write and free so many would hold up
+    the interpreter.
     """
-    if sum(piece.count(mark) for piece in _pieces(text) for mark in ",[{") <= _FEW_VALUES:
-        return json.loads(text, parse_constant=parse_constant)
-    return _StepwiseDecoder(parse_constant).decode(text)
+    is_short = sum(piece.count(mark) for piece in _pieces(text) for mark in ",[{") <= _FEW_VALUES
+    value = json.loads(text, parse_constant=_refuse_constant) if is_short else _StepwiseDecoder().decode(text)
+    if any(mark in piece for piece in _pieces(text) for mark in _SURROGATES):
+        try:
+            json_bytes_stepwise(value, errors="strict")
+        except UnicodeEncodeError:
+            raise ValueError("JSON of Unicode text has no half of a surrogate pair") from None
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 class TooManyValuesError(ValueError):
@@ -93,11 +93,11 @@ class TooManyValuesError(ValueError):
 class _StepwiseDecoder(json.JSONDecoder):
     """Parses in Python, because the parser in C lets nothing else run; counts values."""
 
-    def __init__(self, parse_constant: Callable[[str], Any] | None) -> None:
+    def __init__(self) -> None:
         super().__init__(
             parse_int=_counted(int, MAX_VALUES),
             parse_float=_counted(float, MAX_VALUES),
-            parse_constant=parse_constant,
+            parse_constant=_refuse_constant,
         )
         self.parse_string = _counted(json.decoder.scanstring, MAX_VALUES)  # type: ignore[attr-defined]
         self.parse_array = _counted(json.decoder.JSONArray, MAX_CONTAINERS)  # type: ignore[attr-defined]
@@ -120,33 +120,9 @@ def _counted(make: Callable[..., T], limit: int) -> Callable[..., T]:
     return counted
 
 
-def json_refusal(text: str) -> str | None:
-    """The reason why a body is no JSON though Python's parser may accept it; None if there is none."""
-    if not any(mark in piece for piece in _pieces(text) for mark in _SUSPICIOUS):
-        return None
-    try:
-        value = parse_stepwise(text, parse_constant=_refuse_constant)
-        json_bytes_stepwise(value, errors="strict")
-    except _ConstantError as error:
-        return f"the body must be JSON, which has no {error}"
-    except UnicodeEncodeError:
-        return "the body must be JSON of Unicode text, got half of a surrogate pair"
-    except (ValueError, RecursionError):
-        return None  # the route's parser has the better message
-    return None
-
-
 def _pieces(text: str) -> Iterator[str]:
-    """Pieces that overlap by as much as any of ``_SUSPICIOUS`` is long."""
-    return (text[i : i + _PIECE + 8] for i in range(0, len(text), _PIECE))
-
-
-class _ConstantError(Exception):
-    """A number that JSON lacks."""
-
-
-def _refuse_constant(name: str) -> None:
-    raise _ConstantError(name)
+    """Pieces that overlap by as much as any of ``_SURROGATES`` is long."""
+    return (text[i : i + _PIECE + 2] for i in range(0, len(text), _PIECE))
 
 
 def _dump(content: Any) -> str:

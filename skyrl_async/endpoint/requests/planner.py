@@ -6,8 +6,7 @@
 Does not know wire formats, HTTP or engines.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from skyrl_async.config.schema.server import ReasoningPolicy
@@ -34,23 +33,32 @@ class Planner:
         self._reasoning_policy = reasoning_policy
         self._long_work = long_work
 
-    async def plan(self, request: GenerationRequest) -> Planned:
-        """Render the prompt and check that it fits.
+    async def plan(self, requests: Sequence[GenerationRequest]) -> list[Planned]:
+        """Render the prompts and check that they fit.
 
-        Raises ``ApiError`` if the messages cannot be rendered, ``PromptTooLongError`` if no room is left for an answer.
+        Raises ``ApiError`` if messages cannot be rendered, ``PromptTooLongError`` if no room is left for an answer.
         """
+        length = text_length(
+            [(one.messages, one.raw_prompt, one.prefix_token_ids, one.tools, one.bad_words) for one in requests]
+        )
+
+        def planned() -> list[Planned]:
+            return [self._planned(one) for one in requests]
+
+        try:
+            return await self._long_work.tokenize(self._session, planned, is_long=length > LONG_TEXT)
+        except PromptTooLongError:
+            if self._session is not None:
+                self._session.count_overflow()
+            raise
+
+    def _planned(self, request: GenerationRequest) -> Planned:
         limit = min(self._max_model_len, request.max_total_tokens or self._max_model_len)
-        length = text_length((request.messages, request.tools, request.bad_words)) + len(request.prompt_token_ids or ())
-
-        def prepared(request: GenerationRequest = request) -> tuple[GenerationRequest, tuple[int, ...], Match]:
-            ready = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
-            return ready, *self._prompt(ready, limit)
-
-        with self._overflows_counted():
-            request, prompt, match = await self._long_work.tokenize(self._session, prepared, is_long=length > LONG_TEXT)
-            if len(prompt) >= limit:
-                raise PromptTooLongError(len(prompt), limit)
-        return Planned(self._context, request, prompt, match, room=limit - len(prompt))
+        ready = self._with_forced_call(self._with_session_sampling(self._with_tokens(request)))
+        prompt, match = self._prompt(ready, limit)
+        if len(prompt) >= limit:
+            raise PromptTooLongError(len(prompt), limit)
+        return Planned(self._context, ready, prompt, match, room=limit - len(prompt))
 
     def _with_tokens(self, request: GenerationRequest) -> GenerationRequest:
         """Check the token ids that the request names, and encode its bad words."""
@@ -82,33 +90,18 @@ class Planner:
         sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 
-    async def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Ids of raw prompts. Raises ``PromptTooLongError`` if one cannot fit."""
-        encode, limit = self._renderer.encode, self._max_model_len
-        with self._overflows_counted():
-            return await self._long_work.tokenize(
-                self._session,
-                lambda: [encode(text, limit=limit) for text in texts],
-                is_long=sum(map(len, texts)) > LONG_TEXT,
-            )
-
-    @contextmanager
-    def _overflows_counted(self) -> Iterator[None]:
-        try:
-            yield
-        except PromptTooLongError:
-            if self._session is not None:
-                self._session.count_overflow()
-            raise
-
     def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
         """Prompt ids, and the session's turn that they continue."""
         nothing = Match(turn=None, num_messages=0)
         if not request.messages:
-            return self._known(request.prompt_token_ids or (), "prompt"), nothing
+            raw = request.raw_prompt
+            prompt = self._renderer.encode(raw, limit=limit) if isinstance(raw, str) else self._known(raw, "prompt")
+            if not prompt:
+                raise refused("prompt", "must hold at least one token, got none")
+            return prompt, nothing
         with refused_values("messages"):
-            if request.prompt_token_ids is not None:
-                known = self._known(request.prompt_token_ids, "prefix_token_ids")
+            if request.prefix_token_ids is not None:
+                known = self._known(request.prefix_token_ids, "prefix_token_ids")
                 return self._renderer.render_next(request.messages, known, tools=request.tools, limit=limit), nothing
             if self._session is None:
                 return self._renderer.render(request.messages, tools=request.tools, limit=limit), nothing

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer

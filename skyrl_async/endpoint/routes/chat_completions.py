@@ -6,13 +6,12 @@ finishes it: ``finish_reason`` is never ``abort``. Does not know engines or sess
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field
+from starlette.routing import Route
 
-from skyrl_async.endpoint.requests.fields import ignored_note, tool_name
 from skyrl_async.endpoint.requests.generation import (
     Answer,
     AnswerBlock,
@@ -21,97 +20,45 @@ from skyrl_async.endpoint.requests.generation import (
     chat_tool_call,
 )
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.routes.schema import (
-    Checked,
-    ResponseFormat,
-    SamplingFields,
-    ToolDefinition,
-    functions_of,
-)
+from skyrl_async.endpoint.routes.schema import ChatToolFields, Checked, SamplingFields, format_of
 from skyrl_async.endpoint.routes.surface import (
     ChoicesCall,
     Written,
     chat_logprobs,
     extra_fields,
     provenance,
-    sampling_router,
+    sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
 
 
-class NamedFunction(BaseModel):
-    name: str
-
-
-class NamedToolChoice(BaseModel):
-    """OpenAI's ``tool_choice`` that names a function."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(ChatToolFields, SamplingFields):
     """A body of ``POST /v1/chat/completions``: OpenAI's fields, vLLM's additions, and this package's."""
 
     messages: Checked[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    tools: Checked[ToolDefinition] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice = "auto"
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     prefix_token_ids: Checked[int] | None = Field(default=None, min_length=1)
     """Exact ids (prompt and completion) of the conversation up to and including the last assistant message: only what
     follows is rendered, and nothing sampled is tokenized again."""
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and completion together."""
 
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _chooses_a_function(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type", "function") != "function":
-            raise ValueError(f"{value['type']!r} is not supported; choose auto, none, required or a function")
-        return value
-
-    @model_validator(mode="after")
-    def _tool_choice_has_tools(self) -> "ChatCompletionRequest":
-        names = [tool["function"]["name"] for tool in functions_of(self.tools)]
-        ignored = ignored_note(self.ignored_tools)
-        if self.chosen_tool not in ("auto", "none", "required", *names):
-            raise ValueError(f"tool_choice must name one of tools {names}, got {self.chosen_tool!r}{ignored}")
-        if self.chosen_tool == "required" and not names:
-            raise ValueError(f"tools must hold at least one function when tool_choice is required, got none{ignored}")
-        return self
-
-    @property
-    def ignored_tools(self) -> tuple[str, ...]:
-        """The tools that are no functions, by type and name."""
-        return tuple(tool_name(tool.model_dump()) for tool in self.tools or () if tool.function is None)
-
-    @property
-    def chosen_tool(self) -> str:
-        """``auto``, ``none``, ``required`` or a function's name."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else self.tool_choice
-
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         num_top_logprobs = self.top_logprobs if self.logprobs else 0
-        structured = self.response_format.structured if self.response_format else None
+        structured = format_of(self.response_format, "response_format", schema_in="json_schema")
         max_tokens = self.max_completion_tokens or self.max_tokens
         request = self.generation(
             session_header,
             self.sampling(max_tokens, structured, num_top_logprobs, shows_logprobs=self.logprobs),
             messages=tuple(self.messages),
-            prompt_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
-            tools=functions_of(self.tools) or None,
-            tool_choice=self.chosen_tool,
+            prefix_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
+            **self.tool_fields(),
             max_total_tokens=self.max_total_tokens,
         )
         return (request,)
-
-
-def make_router(serving: Serving) -> APIRouter:
-    """The route of chat completions."""
-    return sampling_router(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall)
 
 
 class ChatCall(ChoicesCall[ChatCompletionRequest]):
@@ -183,3 +130,8 @@ def _delta(block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
             {"index": num_calls_before + i, **chat_tool_call(call)} for i, call in enumerate(block.tool_calls)
         ]
     return delta
+
+
+def routes(serving: Serving) -> list[Route]:
+    """The route of chat completions."""
+    return [sampling_route(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall)]

@@ -9,22 +9,19 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter
 from pydantic import Field, model_validator
+from starlette.routing import Route
 
-from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
-from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.routes.schema import Checked, Label, ResponseFormat, SamplingFields
+from skyrl_async.endpoint.routes.schema import Checked, Label, SamplingFields, format_of
 from skyrl_async.endpoint.routes.surface import (
     ChoicesCall,
-    Requests,
     Written,
     completion_logprobs,
     provenance,
-    sampling_router,
+    sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
 
@@ -41,7 +38,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _is_served(self) -> "CompletionRequest":
@@ -61,9 +58,10 @@ class CompletionRequest(SamplingFields):
 
     def to_generation(self, session_header: str | None) -> list[GenerationRequest]:
         prompts = self.prompts
-        if len(prompts) * self.n > _MAX_CHOICES:
-            raise _refused(f"prompts times n must be <= {_MAX_CHOICES}, got {len(prompts)} * {self.n}")
-        structured = self.response_format.structured if self.response_format else None
+        if not 0 < len(prompts) * self.n <= _MAX_CHOICES:
+            found = f"{len(prompts)} prompts times n={self.n}"
+            raise refused("prompt", f"must ask for one choice to {_MAX_CHOICES}, got {found}")
+        structured = format_of(self.response_format, "response_format", schema_in="json_schema")
         has_logprobs = self.logprobs is not None
         sampling = self.sampling(self.max_tokens, structured, self.logprobs or 0, shows_logprobs=has_logprobs)
         request = self.generation(session_header, sampling)
@@ -73,27 +71,9 @@ class CompletionRequest(SamplingFields):
         if len(labels) != len(prompts):
             message = f"must be one label, or one for each of {len(prompts)} prompts, got {len(labels)}"
             raise refused("session_id", message)
-        ids = [None if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-        return [replace(request, prompt_token_ids=i, session_label=s) for i, s in zip(ids, labels, strict=True)]
-
-
-def make_router(serving: Serving) -> APIRouter:
-    """The route of text completions."""
-    return sampling_router(serving, "/v1/completions", CompletionRequest, CompletionCall, encode=_encoded)
-
-
-async def _encoded(planner: Planner, body: CompletionRequest, requests: Requests) -> Requests:
-    """The requests with the token ids of prompts that are text."""
-    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-    encoded = iter(await planner.encode(texts))
-    ids = [next(encoded) if one.prompt_token_ids is None else one.prompt_token_ids for one in requests]
-    if not ids or not all(ids):
-        raise _refused("prompt must hold at least one token, got none")
-    return [replace(one, prompt_token_ids=prompt) for one, prompt in zip(requests, ids, strict=True)]
-
-
-def _refused(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param="prompt")
+        raw_prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+        pairs = zip(raw_prompts, labels, strict=True)
+        return [replace(request, raw_prompt=prompt, session_label=label) for prompt, label in pairs]
 
 
 class CompletionCall(ChoicesCall[CompletionRequest]):
@@ -139,3 +119,8 @@ class CompletionCall(ChoicesCall[CompletionRequest]):
         if self._body.logprobs is None:
             return None
         return completion_logprobs(block, self._renderer, offset, as_ids=self._body.return_tokens_as_token_ids)
+
+
+def routes(serving: Serving) -> list[Route]:
+    """The route of text completions."""
+    return [sampling_route(serving, "/v1/completions", CompletionRequest, CompletionCall)]

@@ -6,32 +6,39 @@ Does not know how prompts are made or tokens sampled.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from skyrl_async.chat import Tool
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
     chat_tool,
-    checked_choice,
     name_at,
     object_at,
     refused,
     string_at,
     texts_at,
-    tool_name,
     unsupported,
 )
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
+from skyrl_async.endpoint.requests.guard import body_of
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, StopString, assistant_message
-from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance, sampling_router
-from skyrl_async.types import Message, StructuredOutput
+from skyrl_async.endpoint.routes.schema import (
+    Checked,
+    SamplingFields,
+    StopString,
+    ToolFields,
+    assistant_message,
+    format_of,
+)
+from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance, sampling_route
+from skyrl_async.types import Message
 
 _RAW_ARGUMENTS = "__raw_arguments__"
 """The key under which a ``tool_use`` input holds arguments that are no JSON object: Anthropic's input must be one."""
@@ -139,39 +146,18 @@ def _chat_call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"id": name_at(block, "id", where), "type": "function", "function": function}
 
 
-class Conversation(BaseModel):
+class Conversation(ToolFields):
     """The fields that make a prompt: a body of ``POST /v1/messages/count_tokens``."""
+
+    served_tools: ClassVar[str] = "custom"
 
     messages: Checked[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
     system: Any = None
     """A string, or text blocks."""
-    tools: Checked[dict[str, Any]] | None = None
 
-    def chat_tools(self) -> tuple[Tool, ...]:
-        """The tools in chat form; ``ApiError`` names what is not served."""
-        return tuple(
-            chat_tool(tool, f"tools.{i}", parameters="input_schema")
-            for i, tool in enumerate(self.tools or ())
-            if not _is_ignored(tool)
-        )
-
-    @property
-    def ignored_tools(self) -> tuple[str, ...]:
-        """The tools that only Anthropic's servers know, by type and name."""
-        return tuple(tool_name(tool) for tool in self.tools or () if _is_ignored(tool))
-
-
-class ThinkingConfig(BaseModel):
-    """Anthropic's ``thinking``; the policy decides how long it reasons."""
-
-    type: str | None = None
-
-
-class OutputConfig(BaseModel):
-    """Anthropic's ``output_config``."""
-
-    format: dict[str, Any] | None = None
+    def chat_tool(self, tool: Mapping[str, Any], where: str) -> Tool:
+        return chat_tool(tool, where, parameters="input_schema")
 
 
 class MessagesRequest(Conversation, SamplingFields):
@@ -182,29 +168,29 @@ class MessagesRequest(Conversation, SamplingFields):
     """
 
     stop: Checked[StopString] = Field(default=[], validation_alias="stop_sequences")
-    tool_choice: dict[str, Any] | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    tool_choice: dict[str, Any] = Field(default={"type": "auto"})
+    thinking: dict[str, Any] = Field(default={})
+    """The policy decides how long it reasons; ``disabled`` hides it."""
+    output_config: dict[str, Any] = Field(default={})
 
     @property
     def shows_thinking(self) -> bool:
         """Whether reasoning is part of the content."""
-        return self.thinking is None or self.thinking.type != "disabled"
+        return self.thinking.get("type") != "disabled"
 
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
-        tools = self.chat_tools()
+        structured = format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",))
         request = self.generation(
             session_header,
+            self.sampling(self.max_tokens, structured, 0),
             messages=chat_messages(self.messages, self.system),
-            tools=tools or None,
-            tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
-            sampling=self.sampling(self.max_tokens, self._format(), 0),
+            **self.tool_fields(),
         )
         return (request,)
 
-    def _choice(self) -> str:
+    def choice(self) -> str:
         match self.tool_choice:
-            case None | {"type": "auto"}:
+            case {"type": "auto"}:
                 return "auto"
             case {"type": "any"}:
                 return "required"
@@ -213,36 +199,6 @@ class MessagesRequest(Conversation, SamplingFields):
             case {"type": "tool"}:
                 return name_at(self.tool_choice, "name", "tool_choice")
         raise unsupported("tool_choice", self.tool_choice.get("type"), "choose auto, any, tool or none")
-
-    def _format(self) -> StructuredOutput | None:
-        form = self.output_config.format if self.output_config else None
-        if form is None:
-            return None
-        if form.get("type") != "json_schema":
-            raise unsupported("output_config.format", form.get("type"), "the only format is json_schema")
-        return StructuredOutput(json_schema=json.dumps(object_at(form.get("schema"), "output_config.format.schema")))
-
-
-def _is_ignored(tool: dict[str, Any]) -> bool:
-    """Whether a tool is another than one that the client describes and runs (``custom``)."""
-    return tool.get("type") is not None and string_at(tool, "type", "tools") != "custom"
-
-
-def make_router(serving: Serving) -> APIRouter:
-    """The routes of Anthropic's Messages API."""
-    router = sampling_router(serving, "/v1/messages", MessagesRequest, MessagesCall, style=EventStyle.named)
-
-    @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Conversation, request: Request) -> Response:
-        serving.require_model(body.model)
-        messages, tools = chat_messages(body.messages, body.system), body.chat_tools() or None
-
-        def count() -> dict[str, int]:
-            return {"input_tokens": len(serving.renderer.render(messages, tools=tools))}
-
-        return await serving.tokenize(request, (messages, tools), count)
-
-    return router
 
 
 class MessagesCall(ItemsCall[MessagesRequest]):
@@ -329,3 +285,22 @@ class MessagesCall(ItemsCall[MessagesRequest]):
 
 def _text_block(kind: str, text: str, signature: str = "") -> dict[str, Any]:
     return {"type": kind, kind: text} | ({"signature": signature} if kind == "thinking" else {})
+
+
+def routes(serving: Serving) -> list[Route]:
+    """The routes of Anthropic's Messages API."""
+
+    async def count_tokens(request: Request) -> Response:
+        body = body_of(request, Conversation)
+        serving.require_model(body.model)
+        messages, tools = chat_messages(body.messages, body.system), body.chat_tools() or None
+
+        def count() -> dict[str, int]:
+            return {"input_tokens": len(serving.renderer.render(messages, tools=tools))}
+
+        return await serving.tokenize(request, (messages, tools), count)
+
+    return [
+        sampling_route(serving, "/v1/messages", MessagesRequest, MessagesCall, style=EventStyle.named),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]

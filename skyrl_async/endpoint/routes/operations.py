@@ -7,28 +7,28 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from skyrl_async.endpoint.requests.fields import known_ids
-from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.guard import body_of
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.routes.schema import Checked, ToolDefinition, functions_of
+from skyrl_async.endpoint.routes.schema import ChatToolFields, Checked
 
 Statistics = Callable[[], Mapping[str, float]]
 """Returns figures by name."""
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ChatToolFields):
     """A body of ``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Checked[dict[str, Any]] | None = Field(default=None, min_length=1)
-    tools: Checked[ToolDefinition] | None = None
-    add_generation_prompt: bool | None = True
-    return_token_strs: bool | None = False
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "TokenizeRequest":
@@ -44,9 +44,8 @@ class DetokenizeRequest(BaseModel):
     tokens: Checked[int]
 
 
-def make_router(serving: Serving, statistics: Statistics, created: int) -> APIRouter:
+def routes(serving: Serving, statistics: Statistics, created: int) -> list[Route]:
     """The routes around generation. ``created``: the model's age for clients, Unix seconds."""
-    router = APIRouter(route_class=ParsedRoute)
     model: dict[str, Any] = {
         "id": serving.model_name,
         "object": "model",
@@ -55,43 +54,41 @@ def make_router(serving: Serving, statistics: Statistics, created: int) -> APIRo
         "max_model_len": serving.sampler.max_model_len,
     }
 
-    @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(_request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @router.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> Response:
-        serving.require_model(name)
+    async def retrieve_model(request: Request) -> Response:
+        serving.require_model(request.path_params["name"])
         return JSONResponse(model)
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(_request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_request: Request) -> Response:
         return PlainTextResponse(prometheus_text(statistics()), media_type="text/plain; version=0.0.4")
 
-    _add_tokenization(router, serving)
-    return router
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", retrieve_model),
+        Route("/health", health),
+        Route("/metrics", metrics),
+        *_tokenization(serving),
+    ]
 
 
-def _add_tokenization(router: APIRouter, serving: Serving) -> None:
+def _tokenization(serving: Serving) -> list[Route]:
     renderer = serving.renderer
 
-    @router.post("/v1/tokenize")
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    async def tokenize(request: Request) -> Response:
+        body = body_of(request, TokenizeRequest)
         serving.require_model(body.model)
-        tools = functions_of(body.tools) or None
+        tools = body.chat_tools() or None
 
         def answer() -> dict[str, Any]:
             if body.messages is None:
                 ids = renderer.encode(body.prompt or "")
             else:
-                ids = renderer.render(
-                    body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
-                )
+                ids = renderer.render(body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt)
             reply: dict[str, Any] = {"count": len(ids), "max_model_len": serving.sampler.max_model_len, "tokens": ids}
             if body.return_token_strs:
                 reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids]
@@ -99,12 +96,14 @@ def _add_tokenization(router: APIRouter, serving: Serving) -> None:
 
         return await serving.tokenize(request, (body.prompt, body.messages, tools), answer)
 
-    @router.post("/v1/detokenize")
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    async def detokenize(request: Request) -> Response:
+        body = body_of(request, DetokenizeRequest)
         serving.require_model(body.model)
         tokens = known_ids(body.tokens, renderer.vocab_size, param="tokens")
         return await serving.tokenize(request, tokens, lambda: {"prompt": renderer.decode(tokens)})
+
+    served = {"/tokenize": tokenize, "/detokenize": detokenize}
+    return [Route(prefix + path, serve, methods=["POST"]) for prefix in ("", "/v1") for path, serve in served.items()]
 
 
 def prometheus_text(figures: Mapping[str, float]) -> str:

@@ -5,37 +5,32 @@ function calls) become one message, as a chat client would have sent it, so that
 are no functions, are ignored. Does not know how prompts are made or tokens sampled.
 """
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import Field
+from starlette.routing import Route
 
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
-    chat_tool,
-    checked_choice,
     ignored_metadata,
-    ignored_note,
     name_at,
     object_at,
     refused,
     string_at,
     texts_at,
-    tool_name,
     unsupported,
 )
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, assistant_message
-from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance, sampling_router
-from skyrl_async.types import Completion, CompletionDelta, Message, StructuredOutput
+from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, ToolFields, assistant_message, format_of
+from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance, sampling_route
+from skyrl_async.types import Completion, CompletionDelta, Message
 
 _INPUT_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
 _OUTPUT_PARTS = _INPUT_PARTS | {"refusal": "refusal"}
@@ -145,13 +140,7 @@ _STATEFUL = {
 }
 
 
-class TextConfig(BaseModel):
-    """OpenAI's ``text``."""
-
-    format: dict[str, Any] | None = None
-
-
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(ToolFields, SamplingFields):
     """A body of ``POST /v1/responses``: OpenAI's fields and those of ``SamplingFields``. Null means the default everywhere.
 
     ``return_token_ids`` answers with ``prompt_token_ids``, ``token_ids``, ``token_logprobs`` and ``policy_versions`` in the
@@ -161,9 +150,7 @@ class ResponsesRequest(SamplingFields):
     input: Any
     """A string, or items."""
     instructions: str | None = None
-    tools: Checked[dict[str, Any]] = Field(default=[])
-    tool_choice: Any = "auto"
-    text: TextConfig = TextConfig()
+    text: dict[str, Any] = Field(default={})
     max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: int = Field(default=0, ge=0, le=20)
     include: Checked[str] = Field(default=[])
@@ -177,64 +164,25 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def text_format(self) -> dict[str, Any]:
-        return self.text.format or {"type": "text"}
+        return self.text.get("format") or {"type": "text"}
 
     @property
     def has_logprobs(self) -> bool:
         """Whether text comes with the log-probs of the answer's tokens."""
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
-    @property
-    def ignored_tools(self) -> tuple[str, ...]:
-        """The tools that are no functions, by type and name: nothing else is run here, and clients send some by default."""
-        return tuple(tool_name(tool) for tool in self.tools if tool["type"] != "function")
-
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         for name, advice in _STATEFUL.items():
             if getattr(self, name):
                 raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
-        tools = tuple(
-            chat_tool(tool, f"tools.{i}", parameters="parameters")
-            for i, tool in enumerate(self.tools)
-            if string_at(tool, "type", f"tools.{i}") == "function"
-        )
-        structured, has_logprobs = self._format(), self.has_logprobs
+        structured, has_logprobs = format_of(self.text_format, "text.format"), self.has_logprobs
         request = self.generation(
             session_header,
             messages=chat_messages(self.input, self.instructions),
-            tools=tools or None,
-            tool_choice=checked_choice(self._choice(), tools, self.ignored_tools),
+            **self.tool_fields(),
             sampling=self.sampling(self.max_output_tokens, structured, self.top_logprobs, shows_logprobs=has_logprobs),
         )
         return (request,)
-
-    def _choice(self) -> str:
-        match self.tool_choice:
-            case "auto" | "none" | "required":
-                return str(self.tool_choice)
-            case {"type": "function"}:
-                return name_at(self.tool_choice, "name", "tool_choice")
-            case {"type": kind}:
-                ignored = ignored_note(self.ignored_tools)
-                raise unsupported("tool_choice", kind, f"choose auto, none, required or a function{ignored}")
-        raise refused("tool_choice", f"must be auto, none, required or a function, got {self.tool_choice!r}")
-
-    def _format(self) -> StructuredOutput | None:
-        form = self.text_format
-        match form.get("type"):
-            case "text":
-                return None
-            case "json_object":
-                return StructuredOutput(json_object=True)
-            case "json_schema":
-                schema = object_at(form.get("schema"), "text.format.schema")
-                return StructuredOutput(json_schema=json.dumps(schema))
-        raise unsupported("text.format", form.get("type"), "choose text, json_object or json_schema")
-
-
-def make_router(serving: Serving) -> APIRouter:
-    """The route of OpenAI's Responses API."""
-    return sampling_router(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named)
 
 
 class ResponsesCall(ItemsCall[ResponsesRequest]):
@@ -367,3 +315,8 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
 def _event_of(kind: str) -> str:
     """The name of a text in event types and content parts."""
     return "output_text" if kind == "message" else "reasoning_text"
+
+
+def routes(serving: Serving) -> list[Route]:
+    """The route of OpenAI's Responses API."""
+    return [sampling_route(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named)]

@@ -4,22 +4,25 @@ Unknown fields are ignored, never refused: every harness sends some of its own. 
 """
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.requests.fields import chat_content, refuse_unserved, refused
+from skyrl_async.endpoint.requests.fields import (
+    chat_content,
+    chat_tool,
+    checked_choice,
+    ignored_note,
+    name_at,
+    object_at,
+    refuse_unserved,
+    refused,
+    string_at,
+    tool_name,
+    unsupported,
+)
 from skyrl_async.endpoint.requests.generation import GenerationRequest
 from skyrl_async.types import Message, SamplingParams, StructuredOutput
 
@@ -57,6 +60,23 @@ _AS_THEY_ARE = (
 """Fields that are sampling parameters of the same name and meaning."""
 
 
+class Body(BaseModel):
+    """A body in which null means the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, body: Any) -> Any:
+        """Drop nulls, except of required fields. A null ``max_tokens`` stays too: only the context bounds it."""
+        if not isinstance(body, dict):
+            return body
+        fields = cls.model_fields
+
+        def is_kept(name: str) -> bool:
+            return name == "max_tokens" or (name in fields and fields[name].is_required())
+
+        return {name: value for name, value in body.items() if value is not None or is_kept(name)}
+
+
 class StructuredOutputs(BaseModel):
     """vLLM's ``structured_outputs``; one field is set."""
 
@@ -90,7 +110,7 @@ class StructuredOutputs(BaseModel):
         )
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Body):
     """Sampling parameters under the names of OpenAI and vLLM."""
 
     model_config = ConfigDict(extra="allow")
@@ -132,19 +152,6 @@ class SamplingFields(BaseModel):
     """Write tokens in log-probs as ``token_id:5``."""
     session_id: Label | None = None
     """Requests of one label go to one engine while it lives. A label, never authority."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_the_default(cls, body: Any) -> Any:
-        """Drop nulls, except of required fields. A null ``max_tokens`` stays too: only the context bounds it."""
-        if not isinstance(body, dict):
-            return body
-        fields = cls.model_fields
-
-        def is_kept(name: str) -> bool:
-            return name == "max_tokens" or (name in fields and fields[name].is_required())
-
-        return {name: value for name, value in body.items() if value is not None or is_kept(name)}
 
     def to_generation(self, session_header: str | None) -> Sequence[GenerationRequest]:
         """The requests, one per prompt, without their wire format; ``ApiError`` names what is not served."""
@@ -197,62 +204,85 @@ class SamplingFields(BaseModel):
         return asked[0] if asked else None
 
 
-class JsonSchema(BaseModel):
-    """OpenAI's ``response_format.json_schema``."""
+class ToolFields(Body):
+    """The tools of a request. Functions are the only kind that is served; others are ignored, since clients send some by default."""
 
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    tools: Checked[dict[str, Any]] = Field(default=[])
+    tool_choice: Any = "auto"
 
+    served_tools: ClassVar[str] = "function"
+    """The type of tools that are served, and of those without a type."""
 
-class ResponseFormat(BaseModel):
-    """OpenAI's ``response_format``."""
+    def chat_tools(self) -> tuple[Tool, ...]:
+        """The tools that are served, in chat form; ``ApiError`` names what cannot be used."""
+        return tuple(
+            self.chat_tool(tool, f"tools.{i}")
+            for i, tool in enumerate(self.tools)
+            if string_at({"type": self._type(tool)}, "type", f"tools.{i}") == self.served_tools
+        )
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("response_format.json_schema must be set with type json_schema, got none")
-        return self
+    def chat_tool(self, tool: Mapping[str, Any], where: str) -> Tool:
+        """A served tool in chat form."""
+        return chat_tool(tool, where)
 
     @property
-    def structured(self) -> StructuredOutput | None:
-        if self.type == "json_schema" and self.json_schema is not None:
-            return StructuredOutput(json_schema=json.dumps(self.json_schema.schema_))
-        return StructuredOutput(json_object=True) if self.type == "json_object" else None
+    def ignored_tools(self) -> tuple[str, ...]:
+        """The tools that are not served, by type and name."""
+        return tuple(tool_name(tool) for tool in self.tools if self._type(tool) != self.served_tools)
+
+    def choice(self) -> str:
+        """``auto``, ``none``, ``required`` or a function's name."""
+        choice = self.tool_choice
+        if choice in ("auto", "none", "required"):
+            return str(choice)
+        if not isinstance(choice, dict):
+            raise refused("tool_choice", f"must be auto, none, required or a function, got {choice!r}")
+        if choice.get("type", "function") != "function":
+            note = ignored_note(self.ignored_tools)
+            raise unsupported("tool_choice", choice["type"], f"choose auto, none, required or a function{note}")
+        return name_at(object_at(choice.get("function", choice), "tool_choice.function"), "name", "tool_choice")
+
+    def tool_fields(self) -> dict[str, Any]:
+        """The fields of ``GenerationRequest`` about tools; ``ApiError`` if the tools cannot satisfy the choice."""
+        tools = self.chat_tools()
+        return {"tools": tools or None, "tool_choice": checked_choice(self.choice(), tools, self.ignored_tools)}
+
+    def _type(self, tool: Mapping[str, Any]) -> Any:
+        return tool.get("type") or self.served_tools
 
 
-class FunctionDefinition(BaseModel):
-    """OpenAI's ``function`` of a tool."""
+class ChatToolFields(ToolFields):
+    """Tools in OpenAI's chat form. Templates get them as the client sent them."""
 
-    model_config = ConfigDict(extra="allow")
+    def chat_tool(self, tool: Mapping[str, Any], where: str) -> Tool:
+        chat_tool(object_at(tool.get("function"), f"{where}.function"), f"{where}.function")
+        return {"type": "function"} | {key: value for key, value in tool.items() if key != "type"}
 
-    name: Annotated[str, StringConstraints(min_length=1)]
-    parameters: dict[str, Any] | None = None
 
+def format_of(
+    form: Any,
+    where: str,
+    *,
+    served: Sequence[str] = ("text", "json_object", "json_schema"),
+    schema_in: str | None = None,
+) -> StructuredOutput | None:
+    """The constraint that a format asks for. ``ApiError`` if it is not served.
 
-class ToolDefinition(BaseModel):
-    """OpenAI's tool. Functions are the only kind that is served; others are ignored, since clients send some by default."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str = "function"
-    function: FunctionDefinition | None = Field(default=None, validate_default=True)
-    """Set if ``type`` is ``function``, and only then."""
-
-    @field_validator("function", mode="before")
-    @classmethod
-    def _is_of_a_function(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.data.get("type") != "function":
-            return None
-        if value is None:
-            raise ValueError("a tool of type function must have a function, got none")
-        return value
-
-    def to_tool(self) -> Tool:
-        """The tool as the client sent it, for templates."""
-        return {"type": "function", **self.model_dump(exclude_unset=True)}
+    Args:
+        where: place of the format.
+        served: types of formats.
+        schema_in: the key of the object that has the schema; None: the format itself.
+    """
+    if form is None:
+        return None
+    kind = object_at(form, where).get("type")
+    if kind not in served:
+        raise unsupported(where, kind, f"choose {' or '.join(served)}")
+    if kind == "json_schema":
+        if schema_in is not None:
+            form, where = object_at(form.get(schema_in), f"{where}.{schema_in}"), f"{where}.{schema_in}"
+        return StructuredOutput(json_schema=json.dumps(object_at(form.get("schema"), f"{where}.schema")))
+    return StructuredOutput(json_object=True) if kind == "json_object" else None
 
 
 def assistant_message(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[dict[str, Any]]) -> Message:
@@ -263,8 +293,3 @@ def assistant_message(texts: Sequence[str], reasoning: Sequence[str], calls: Seq
     if calls:
         message["tool_calls"] = list(calls)
     return message
-
-
-def functions_of(tools: "Sequence[ToolDefinition] | None") -> tuple[Tool, ...]:
-    """The tools that are functions, for templates."""
-    return tuple(tool.to_tool() for tool in tools or () if tool.function is not None)

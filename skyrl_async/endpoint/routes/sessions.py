@@ -7,11 +7,12 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.guard import body_of
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.request_handler import Serving
@@ -50,14 +51,12 @@ _ROW = (
 )
 
 
-def make_router(serving: Serving) -> APIRouter:
+def routes(serving: Serving) -> list[Route]:
     """The controller's routes."""
-    router = APIRouter(route_class=ParsedRoute)
     store = serving.sessions
 
-    @router.post("/sessions")
-    async def create_session(request: Request, body: CreateSession | None = None) -> Response:
-        body = body or CreateSession()
+    async def create_session(request: Request) -> Response:
+        body = body_of(request, CreateSession)
         asked = body.limits.model_dump(exclude_none=True) if body.limits else {}
         session, key = store.create(
             sampling=body.sampling,
@@ -69,30 +68,36 @@ def make_router(serving: Serving) -> APIRouter:
         created = {"id": session.id, "api_key": key, "base_url": base_url, "model": serving.model_name, "state": "open"}
         return StrictJSONResponse(created, 201)
 
-    @router.get("/sessions/{session_id}")
-    async def show_session(session_id: str) -> Response:
-        return StrictJSONResponse(_shown(store.get(session_id), has_left_out=not store.settings.trains_side_requests))
+    async def show_session(request: Request) -> Response:
+        session = store.get(request.path_params["id"])
+        return StrictJSONResponse(_shown(session, has_left_out=not store.settings.trains_side_requests))
 
-    @router.post("/sessions/{session_id}/finish")
-    async def finish_session(session_id: str, outcome: SessionOutcome) -> Response:
-        serving.end_session(store.get(session_id))
-        session = store.finish(session_id, outcome)
+    async def finish_session(request: Request) -> Response:
+        outcome = body_of(request, SessionOutcome)
+        session = store.get(request.path_params["id"])
+        serving.end_session(session)
+        store.finish(session.id, outcome)
 
         def finished() -> bytes:
             rows = [_row(row) for row in session.rows()]
-            return json_bytes_stepwise({"id": session_id, "state": "finished", "trajectories": rows})
+            return json_bytes_stepwise({"id": session.id, "state": "finished", "trajectories": rows})
 
         body_bytes = await in_thread_if(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
         return Response(body_bytes, media_type="application/json")
 
-    @router.delete("/sessions/{session_id}")
-    async def delete_session(session_id: str) -> Response:
+    async def delete_session(request: Request) -> Response:
+        session_id = request.path_params["id"]
         with contextlib.suppress(SessionNotFoundError):
             serving.end_session(store.get(session_id))
         store.delete(session_id)
         return Response(status_code=204)
 
-    return router
+    return [
+        Route("/sessions", create_session, methods=["POST"]),
+        Route("/sessions/{id}", show_session),
+        Route("/sessions/{id}", delete_session, methods=["DELETE"]),
+        Route("/sessions/{id}/finish", finish_session, methods=["POST"]),
+    ]
 
 
 def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:

@@ -1,26 +1,27 @@
 """What the surfaces share: their route, the two shapes of their replies, and parts of these.
 
-    sampling_router ──> ChoicesCall   chat · completions: choices, each with its own chunks
-                    └─> ItemsCall     messages · responses: one answer as items, written one after the other
+    sampling_route ──> ChoicesCall   chat · completions: choices, each with its own chunks
+                   └─> ItemsCall     messages · responses: one answer as items, written one after the other
 
 A surface adds its wire format. Does not know engines or sessions.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
-from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
-from skyrl_async.endpoint.requests.guard import ParsedRoute
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned
+from skyrl_async.endpoint.requests.guard import body_of
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Call, Serving
@@ -32,39 +33,29 @@ from skyrl_async.types import Completion, CompletionDelta, FinishReason
 from skyrl_async.version_spans import spans_of
 
 B = TypeVar("B", bound=SamplingFields)
-Requests = Sequence[GenerationRequest]
 
 
-def sampling_router(
+def sampling_route(
     serving: Serving,
     path: str,
     body_type: type[B],
     call_type: Callable[[Sequence[Planned], B, Serving], Call],
     *,
     style: EventStyle = EventStyle.openai,
-    encode: Callable[[Planner, B, Requests], Awaitable[Requests]] | None = None,
-) -> APIRouter:
-    """The route of a surface that samples.
+) -> Route:
+    """The route of a surface that samples. ``style``: how its streams are written."""
 
-    Args:
-        style: how its streams are written.
-        encode: tokenizes prompts that are raw text.
-    """
-    router = APIRouter(route_class=ParsedRoute)
-
-    async def sample(body: B, request: Request) -> Response:
+    async def sample(request: Request) -> Response:
+        body = body_of(request, body_type)
         serving.require_model(body.model)
-        asked = body.to_generation(request.headers.get("x-session-id"))
+        requests = body.to_generation(request.headers.get("x-session-id"))
 
         async def call(planner: Planner) -> Call:
-            requests = asked if encode is None else await encode(planner, body, asked)
-            return call_type([await planner.plan(one) for one in requests], body, serving)
+            return call_type(await planner.plan(requests), body, serving)
 
         return await serving.handle(request, call, is_stream=body.stream, style=style)
 
-    sample.__annotations__["body"] = body_type  # by which FastAPI parses the body
-    router.post(path)(sample)
-    return router
+    return Route(path, sample, methods=["POST"])
 
 
 @dataclass(slots=True)

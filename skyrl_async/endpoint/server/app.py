@@ -3,18 +3,20 @@
     KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Serving ──> Planner ──> sampler
                           └──> sessions (controller only) · models · tokenize · health · metrics
 
-A further surface is a module with ``make_router`` and one line in ``create_app``.
+A further surface is a module with ``routes`` and one word in ``create_app``.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Mount
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.requests.errors import install_error_handlers
+from skyrl_async.endpoint.requests.errors import ERROR_HANDLERS
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes import (
@@ -44,7 +46,7 @@ def create_app(
     keepalive_interval_s: float = 4.0,
     clock: Callable[[], float] = time.monotonic,
     on_session_end: Callable[[str], None] = lambda _: None,
-) -> FastAPI:
+) -> Starlette:
     """Make the application; its ``state.serving`` holds the sessions.
 
     Args:
@@ -73,18 +75,20 @@ def create_app(
     def figures() -> Mapping[str, float]:
         return {**statistics(), **store.statistics(), **serving.statistics()}
 
-    app = FastAPI(title="skyrl_async", docs_url=None, redoc_url=None)
+    surfaces = (chat_completions, completions, responses, messages, sessions)
+    routes = [route for surface in surfaces for route in surface.routes(serving)]
+    routes += operations.routes(serving, figures, created=int(time.time()))
+    guards = [
+        Middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store),
+        Middleware(
+            BodyLimit,
+            max_body_bytes=server.max_body_bytes,
+            max_model_len=sampler.max_model_len,
+            timeout_s=server.request_timeout_s,
+            long_work=serving.long_work,
+        ),
+    ]
+    # Around the routes, so that the handlers of errors answer what the guards raise.
+    app = Starlette(routes=[Mount("", routes=routes, middleware=guards)], exception_handlers=ERROR_HANDLERS)
     app.state.serving = serving
-    install_error_handlers(app)
-    for surface in (chat_completions, completions, responses, messages, sessions):
-        app.include_router(surface.make_router(serving))
-    app.include_router(operations.make_router(serving, figures, created=int(time.time())))
-    app.add_middleware(
-        BodyLimit,
-        max_body_bytes=server.max_body_bytes,
-        max_model_len=sampler.max_model_len,
-        timeout_s=server.request_timeout_s,
-        long_work=serving.long_work,
-    )
-    app.add_middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store)
     return app

