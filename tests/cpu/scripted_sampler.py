@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock
 from skyrl_async.endpoint.requests.request_handler import Call
 from skyrl_async.endpoint.server.app import create_app
@@ -130,9 +130,7 @@ class PlannedAnswer:
 
     async def answer(self, index: int = 0) -> Answer:
         return Answer(
-            content=self.text,
-            reasoning=self.reasoning or None,
-            tool_calls=tuple(self.tool_calls),
+            parts=AnswerParts(content=self.text, reasoning=self.reasoning, tool_calls=tuple(self.tool_calls)),
             completion=Completion(
                 prompt_token_ids=(5,), token_ids=(), logprobs=(), versions=(), text="", finish_reason=FinishReason.STOP
             ),
@@ -143,11 +141,11 @@ class PlannedAnswer:
     async def stream(self, index: int = 0) -> AsyncIterator[AnswerBlock]:
         delta = CompletionDelta(token_ids=(), logprobs=(), versions=(), text="", finish_reason=None)
         for piece in self.reasoning:
-            yield AnswerBlock(content="", reasoning=piece, tool_calls=(), delta=delta, answer=None)
+            yield AnswerBlock(parts=AnswerParts(reasoning=piece), delta=delta, answer=None)
         for piece in self.text:
-            yield AnswerBlock(content=piece, reasoning="", tool_calls=(), delta=delta, answer=None)
+            yield AnswerBlock(parts=AnswerParts(content=piece), delta=delta, answer=None)
         answer = await self.answer()
-        yield AnswerBlock(content="", reasoning="", tool_calls=answer.tool_calls, delta=delta, answer=answer)
+        yield AnswerBlock(parts=AnswerParts(tool_calls=answer.parts.tool_calls), delta=delta, answer=answer)
 
 
 async def reply_and_events(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import ParsedAnswer
+from skyrl_async.endpoint.parsing.answers import AnswerParts
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -70,7 +70,7 @@ def spelled(text: str) -> tuple[int, ...]:
 
 def parsed(
     parser: AnswerParser, text: str, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False
-) -> ParsedAnswer:
+) -> AnswerParts:
     """The answer in a whole text."""
     stream = parser.stream(tools=tools, starts_in_reasoning=starts_in_reasoning)
-    return (stream.push(text) + stream.finish()).as_whole()
+    return stream.push(text) + stream.finish()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, make_tool_call
+from skyrl_async.endpoint.parsing.answers import AnswerParts, AnswerStream, Marks, make_tool_call
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import (
     FoundCalls,
@@ -169,7 +169,7 @@ class AnswerParser:
             keeps_special_tokens=self.keeps_special_tokens,
         )
 
-    def _read_calls(self, text: str, tools: Sequence[Tool]) -> AnswerDelta | None:
+    def _read_calls(self, text: str, tools: Sequence[Tool]) -> AnswerParts | None:
         """The calls in a text that begins with one, and the content around them; None if it holds no whole call."""
         assert self._tools is not None
         try:
@@ -181,7 +181,7 @@ class AnswerParser:
             self._log_once(logging.WARNING, self._tools.name, f"{type(error).__name__}: {error}")
             return None
         calls = tuple(make_tool_call(name, arguments) for name, arguments in found.calls)
-        return AnswerDelta(content=found.content, tool_calls=calls)
+        return AnswerParts(content=found.content, tool_calls=calls)
 
     def _read_reasoning(self, text: str) -> tuple[str, str]:
         """Reasoning and content of a whole text."""

@@ -25,42 +25,24 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedAnswer:
-    """A whole answer."""
-
-    content: str | None
-    """None only where there are tool calls and no words."""
-    reasoning: str | None
-    """Without its marks; None without any."""
-    tool_calls: tuple[ToolCall, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerDelta:
-    """What one block of a stream adds to an answer."""
+class AnswerParts:
+    """What an answer says: one block of a stream, or the whole."""
 
     content: str = ""
     reasoning: str = ""
+    """Without its marks."""
     tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
-    def joined(cls, parts: "Sequence[AnswerDelta]") -> "AnswerDelta":
+    def joined(cls, parts: "Sequence[AnswerParts]") -> "AnswerParts":
         return cls(
             content="".join(part.content for part in parts),
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=tuple(call for part in parts for call in part.tool_calls),
         )
 
-    def __add__(self, later: "AnswerDelta") -> "AnswerDelta":
-        return AnswerDelta.joined([self, later])
-
-    def as_whole(self) -> ParsedAnswer:
-        """The answer that this is all of."""
-        return ParsedAnswer(
-            content=self.content or (None if self.tool_calls else ""),
-            reasoning=self.reasoning or None,
-            tool_calls=self.tool_calls,
-        )
+    def __add__(self, later: "AnswerParts") -> "AnswerParts":
+        return AnswerParts.joined([self, later])
 
 
 def make_tool_call(name: str, arguments: str) -> ToolCall:
@@ -108,7 +90,7 @@ class AnswerStream:
         self,
         marks: Marks,
         *,
-        read_calls: Callable[[str], AnswerDelta | None],
+        read_calls: Callable[[str], AnswerParts | None],
         read_reasoning: Callable[[str], tuple[str, str]] | None = None,
         starts_in_reasoning: bool = False,
         keeps_special_tokens: bool = False,
@@ -128,39 +110,39 @@ class AnswerStream:
         if read_reasoning is not None:
             self._phase = _Phase.WHOLE
 
-    def push(self, text: str) -> AnswerDelta:
+    def push(self, text: str) -> AnswerParts:
         """Add a block; returns what has become certain."""
         self._pending += text
-        delta = AnswerDelta()
+        delta = AnswerParts()
         before = None
         while before is not self._phase:
             before = self._phase
             delta += self._advance()
         return delta
 
-    def finish(self) -> AnswerDelta:
+    def finish(self) -> AnswerParts:
         """End the answer; returns what was held back."""
-        delta = AnswerDelta()
+        delta = AnswerParts()
         if self._phase is _Phase.WHOLE and self._read_reasoning is not None:
             reasoning, self._pending = self._read_reasoning(self._pending)
             self._phase = _Phase.CONTENT
-            delta = AnswerDelta(reasoning=reasoning) + self.push("")
+            delta = AnswerParts(reasoning=reasoning) + self.push("")
         if self._phase is _Phase.REASONING or (self._phase is _Phase.OPENING and self._starts_in_reasoning):
-            return delta + AnswerDelta(reasoning=self._pending.lstrip(self._dropped_space).rstrip("\n"))
+            return delta + AnswerParts(reasoning=self._pending.lstrip(self._dropped_space).rstrip("\n"))
         found = self._read_calls(self._pending) if self._phase is _Phase.CALLS else None
         if found is None:
-            return delta + AnswerDelta(content=self._space + self._pending)
+            return delta + AnswerParts(content=self._space + self._pending)
         words = self._space + found.content
         return delta + replace(found, content=words if words.strip() else "")
 
-    def _advance(self) -> AnswerDelta:
+    def _advance(self) -> AnswerParts:
         if self._phase is _Phase.OPENING:
             self._advance_opening()
         elif self._phase is _Phase.REASONING:
             return self._advance_reasoning()
         elif self._phase is _Phase.CONTENT:
             return self._advance_content()
-        return AnswerDelta()
+        return AnswerParts()
 
     def _advance_opening(self) -> None:
         """Find whether the answer opens reasoning itself; a model may do so although its prompt already has."""
@@ -177,7 +159,7 @@ class AnswerStream:
         self._phase = _Phase.REASONING
         self._dropped_space = "\n"
 
-    def _advance_reasoning(self) -> AnswerDelta:
+    def _advance_reasoning(self) -> AnswerParts:
         assert self._marks.reasoning is not None
         _, end = self._marks.reasoning
         marks = (end, *self._marks.calls_ending_reasoning)
@@ -191,9 +173,9 @@ class AnswerStream:
             self._pending = text[position:].removeprefix(end)
             self._dropped_space = "\n"
             self._phase = _Phase.CONTENT
-        return AnswerDelta(reasoning=certain)
+        return AnswerParts(reasoning=certain)
 
-    def _advance_content(self) -> AnswerDelta:
+    def _advance_content(self) -> AnswerParts:
         text = self._pending.lstrip(self._dropped_space)
         position = _first(text, self._marks.calls)
         num_certain = len(text) - _num_held_back(text, self._marks.calls) if position is None else position
@@ -204,13 +186,13 @@ class AnswerStream:
             self._space = certain if is_space else ""
         elif is_space:
             self._pending = text
-            return AnswerDelta()
+            return AnswerParts()
         self._pending = text[num_certain:]
         if is_space:
-            return AnswerDelta()
+            return AnswerParts()
         self._has_content = True
         self._dropped_space = ""
-        return AnswerDelta(content=certain)
+        return AnswerParts(content=certain)
 
 
 def _first(text: str, marks: tuple[str, ...]) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from skyrl_async.chat import Tool
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, make_tool_call
+from skyrl_async.endpoint.parsing.answers import AnswerParts, make_tool_call
 from skyrl_async.types import StructuredOutput
 
 _ANY_OBJECT = {"type": "object", "properties": {}}
@@ -24,11 +24,11 @@ class OutputParser(Protocol):
         """Whether the text must spell special tokens."""
         ...
 
-    def push(self, text: str) -> AnswerDelta:
+    def push(self, text: str) -> AnswerParts:
         """What a further block makes certain."""
         ...
 
-    def finish(self) -> AnswerDelta:
+    def finish(self) -> AnswerParts:
         """What was held back."""
         ...
 
@@ -81,11 +81,11 @@ class _Plain:
 
     keeps_special_tokens = False
 
-    def push(self, text: str) -> AnswerDelta:
-        return AnswerDelta(content=text)
+    def push(self, text: str) -> AnswerParts:
+        return AnswerParts(content=text)
 
-    def finish(self) -> AnswerDelta:
-        return AnswerDelta()
+    def finish(self) -> AnswerParts:
+        return AnswerParts()
 
 
 class _Forced:
@@ -98,19 +98,19 @@ class _Forced:
         self._choice = tool_choice
         self._text = ""
 
-    def push(self, text: str) -> AnswerDelta:
+    def push(self, text: str) -> AnswerParts:
         self._text += text
-        return AnswerDelta()
+        return AnswerParts()
 
-    def finish(self) -> AnswerDelta:
+    def finish(self) -> AnswerParts:
         try:
             named = self._named_arguments(json.loads(self._text))
         except (ValueError, RecursionError, TypeError, KeyError):
             named = []
         calls = tuple(make_tool_call(name, arguments) for name, arguments in named if name in self._known)
         if not calls or len(calls) < len(named):
-            return AnswerDelta(content=self._text)
-        return AnswerDelta(tool_calls=calls)
+            return AnswerParts(content=self._text)
+        return AnswerParts(tool_calls=calls)
 
     def _named_arguments(self, spelled: Any) -> list[tuple[str, str]]:
         if self._choice == "required":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, ParsedAnswer, ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
@@ -53,9 +53,7 @@ class GenerationRequest:
 class Answer:
     """One finished choice."""
 
-    content: str | None
-    reasoning: str | None
-    tool_calls: tuple[ToolCall, ...]
+    parts: AnswerParts
     completion: Completion
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
@@ -65,12 +63,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerBlock:
-    """One block of a streamed choice."""
+    """One block of a streamed choice. Calls are whole."""
 
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    """Whole calls."""
+    parts: AnswerParts
     delta: CompletionDelta
     answer: Answer | None
     """All blocks joined; set in the last block only."""
@@ -140,7 +135,7 @@ class Planned:
         sampled = self.context.sampler.stream_tokens(
             self.prompt_token_ids, sampling, session_id=request.session_label, priority=request.priority
         )
-        parts: list[AnswerDelta] = []
+        parts: list[AnswerParts] = []
         deltas: list[CompletionDelta] = []
         async with self.context.slot(), aclosing(sampled) as stream:
             async for delta in stream:
@@ -150,13 +145,8 @@ class Planned:
                     part += parser.finish()
                 parts.append(part)
                 deltas.append(delta)
-                yield AnswerBlock(
-                    content=part.content,
-                    reasoning=part.reasoning,
-                    tool_calls=part.tool_calls,
-                    delta=delta,
-                    answer=self._finish(parts, _joined(self.prompt_token_ids, deltas), sampling) if is_last else None,
-                )
+                whole = self._finish(parts, _joined(self.prompt_token_ids, deltas), sampling) if is_last else None
+                yield AnswerBlock(parts=part, delta=delta, answer=whole)
 
     def _output_parser(self) -> OutputParser:
         request, parser = self.request, self.context.parser
@@ -177,10 +167,10 @@ class Planned:
             skip_special_tokens=sampling.skip_special_tokens and not parser.keeps_special_tokens,
         )
 
-    def _finish(self, parts: Sequence[AnswerDelta], completion: Completion, sampling: SamplingParams) -> Answer:
+    def _finish(self, parts: Sequence[AnswerParts], completion: Completion, sampling: SamplingParams) -> Answer:
         """The answer that ``parts`` add up to, kept until its delivery is known."""
-        parsed = AnswerDelta.joined(parts).as_whole()
-        request, match, reply = self.request, self.match, _reply(parsed)
+        said = AnswerParts.joined(parts)
+        request, match, reply = self.request, self.match, _reply(said)
         stop_string = _stop_string(self.context.renderer, completion, sampling)
         is_missing = stop_string is not None and not sampling.includes_stop
         self.context.finished.append(
@@ -197,11 +187,9 @@ class Planned:
         )
         is_stop = completion.finish_reason is FinishReason.STOP
         return Answer(
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
+            parts=said,
             completion=completion,
-            finish_reason="tool_calls" if parsed.tool_calls and is_stop else str(completion.finish_reason),
+            finish_reason="tool_calls" if said.tool_calls and is_stop else str(completion.finish_reason),
             stop_reason=stop_string or _stop_token(completion, sampling),
         )
 
@@ -236,13 +224,13 @@ def _stop_token(completion: Completion, sampling: SamplingParams) -> int | None:
     return last[0] if is_stopped else None
 
 
-def _reply(parsed: ParsedAnswer) -> Message:
+def _reply(said: AnswerParts) -> Message:
     """An answer as the message that a client sends back."""
-    message: Message = {"role": "assistant", "content": parsed.content or ""}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["tool_calls"] = [chat_tool_call(call) for call in parsed.tool_calls]
+    message: Message = {"role": "assistant", "content": said.content}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [chat_tool_call(call) for call in said.tool_calls]
     return message
 
 

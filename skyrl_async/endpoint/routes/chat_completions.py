@@ -4,14 +4,13 @@ Replies carry exact ids, log-probs and policy versions on request. The sampler h
 finishes it: ``finish_reason`` is never ``abort``. Does not know engines or sessions.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 from pydantic import Field
 from starlette.routing import Route
 
+from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.requests.generation import (
     Answer,
     AnswerBlock,
@@ -26,7 +25,6 @@ from skyrl_async.endpoint.routes.surface import (
     Written,
     chat_logprobs,
     extra_fields,
-    provenance,
     sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
@@ -64,71 +62,50 @@ class ChatCompletionRequest(ChatToolFields, SamplingFields):
 class ChatCall(ChoicesCall[ChatCompletionRequest]):
     """One request in OpenAI's chat format."""
 
+    id_prefix = "chatcmpl"
+    objects = ("chat.completion", "chat.completion.chunk")
+
     def __init__(self, planned: Sequence[Planned], body: ChatCompletionRequest, serving: Serving) -> None:
-        common = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": serving.model_name}
-        super().__init__(
-            planned,
-            body,
-            serving,
-            head=common | {"object": "chat.completion"},
-            chunk_head=common | {"object": "chat.completion.chunk"},
-            num_top_logprobs=body.top_logprobs,
-        )
+        super().__init__(planned, body, serving)
         self.extra = extra_fields(planned[0].prompt_token_ids, body.ignored_tools, has_ids=body.return_token_ids)
 
-    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "message": _message(answer),
-            "logprobs": self._logprobs(answer.completion),
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-        if self._body.return_token_ids:
-            choice["text_ends"] = self._renderer.text_ends(answer.completion.token_ids)
-            choice["num_aborts"] = answer.completion.num_aborts
-        return choice | self._provenance(answer.completion)
+    def whole(self, plan: Planned, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.parts.content, "refusal": None} | _delta(answer.parts)
+        if answer.parts.tool_calls and not answer.parts.content:
+            message["content"] = None
+        if not self._body.return_token_ids:
+            return {"message": message}
+        completion = answer.completion
+        text_ends = self._renderer.text_ends(completion.token_ids)
+        return {"message": message, "text_ends": text_ends, "num_aborts": completion.num_aborts}
+
+    def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
+        delta = _delta(block.parts)
+        for index, call in enumerate(delta.get("tool_calls", ()), start=written.num_calls):
+            call["index"] = index
+        return {"delta": delta}
 
     def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
-        choice = {
-            "index": index,
-            "delta": _delta(block, written.num_calls),
-            "logprobs": self._logprobs(block.delta),
-            "finish_reason": block.finish_reason,
-        }
-        chunk = self.chunk(choice | self._provenance(block.delta))
+        chunks = super().chunks(index, plan, block, written)
         if written.num_blocks:
-            return [chunk]
+            return chunks
         begun = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         # Not before there is a block: until the first event a failure has a status of its own.
-        return [self.chunk(begun) | self.extra, chunk]
+        return [self.chunk(begun) | self.extra, *chunks]
 
-    def _provenance(self, block: Completion | CompletionDelta) -> dict[str, Any]:
-        return provenance(block) if self._body.return_token_ids else {}
-
-    def _logprobs(self, block: Completion | CompletionDelta) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(block, self._renderer, as_ids=self._body.return_tokens_as_token_ids)
+        return chat_logprobs(tokens, self._renderer, as_ids=self._body.return_tokens_as_token_ids)
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.reasoning:
-        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-    if answer.tool_calls:
-        message["tool_calls"] = [chat_tool_call(call) for call in answer.tool_calls]
-    return message
-
-
-def _delta(block: AnswerBlock, num_calls_before: int) -> dict[str, Any]:
-    delta: dict[str, Any] = {"content": block.content} if block.content else {}
-    if block.reasoning:
-        delta |= {"reasoning_content": block.reasoning, "reasoning": block.reasoning}
-    if block.tool_calls:
-        delta["tool_calls"] = [
-            {"index": num_calls_before + i, **chat_tool_call(call)} for i, call in enumerate(block.tool_calls)
-        ]
+def _delta(parts: AnswerParts) -> dict[str, Any]:
+    """What a message says, without what it lacks."""
+    delta: dict[str, Any] = {"content": parts.content} if parts.content else {}
+    if parts.reasoning:
+        delta |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
+    if parts.tool_calls:
+        delta["tool_calls"] = [chat_tool_call(call) for call in parts.tool_calls]
     return delta
 
 

@@ -3,11 +3,9 @@
 In a session each one is a turn without parent. Does not know engines or sessions.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 from pydantic import Field, model_validator
 from starlette.routing import Route
@@ -20,7 +18,6 @@ from skyrl_async.endpoint.routes.surface import (
     ChoicesCall,
     Written,
     completion_logprobs,
-    provenance,
     sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
@@ -79,46 +76,25 @@ class CompletionRequest(SamplingFields):
 class CompletionCall(ChoicesCall[CompletionRequest]):
     """One request in OpenAI's completions format."""
 
-    def __init__(self, planned: Sequence[Planned], body: CompletionRequest, serving: Serving) -> None:
-        head = {
-            "id": f"cmpl-{uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": serving.model_name,
-        }
-        super().__init__(planned, body, serving, head=head, chunk_head=head, num_top_logprobs=body.logprobs or 0)
+    id_prefix = "cmpl"
+    objects = ("text_completion", "text_completion")
 
-    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": self._echo(plan) + (answer.content or ""),
-            "logprobs": self._logprobs(answer.completion, 0),
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
-        return choice | self._provenance(plan, answer.completion)
+    def whole(self, plan: Planned, answer: Answer) -> dict[str, Any]:
+        return self._own(plan, self._echo(plan) + answer.parts.content)
 
-    def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
-        choice = {
-            "index": index,
-            "text": ("" if written.num_blocks else self._echo(plan)) + block.content,
-            "logprobs": self._logprobs(block.delta, written.num_characters),
-            "finish_reason": block.finish_reason,
-        }
-        return [self.chunk(choice | self._provenance(plan, block.delta))]
+    def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
+        return self._own(plan, ("" if written.num_blocks else self._echo(plan)) + block.parts.content)
+
+    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        return completion_logprobs(tokens, self._renderer, num_characters, as_ids=self._body.return_tokens_as_token_ids)
+
+    def _own(self, plan: Planned, text: str) -> dict[str, Any]:
+        return {"text": text} | ({"prompt_token_ids": plan.prompt_token_ids} if self._body.return_token_ids else {})
 
     def _echo(self, plan: Planned) -> str:
         return self._renderer.decode(plan.prompt_token_ids) if self._body.echo else ""
-
-    def _provenance(self, plan: Planned, block: Completion | CompletionDelta) -> dict[str, Any]:
-        if not self._body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": plan.prompt_token_ids} | provenance(block)
-
-    def _logprobs(self, block: Completion | CompletionDelta, offset: int) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
-            return None
-        return completion_logprobs(block, self._renderer, offset, as_ids=self._body.return_tokens_as_token_ids)
 
 
 def routes(serving: Serving) -> list[Route]:

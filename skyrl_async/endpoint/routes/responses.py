@@ -217,10 +217,6 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
             "truncation": "disabled",
         }
 
-    @property
-    def num_top_logprobs(self) -> int:
-        return self._body.top_logprobs
-
     def add_tokens(self, tokens: Completion | CompletionDelta) -> None:
         if self._body.has_logprobs:
             as_ids = self._body.return_tokens_as_token_ids

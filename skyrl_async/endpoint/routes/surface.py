@@ -6,6 +6,7 @@
 A surface adds its wire format. Does not know engines or sessions.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.endpoint.parsing.answers import ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned
 from skyrl_async.endpoint.requests.guard import body_of
@@ -68,42 +69,41 @@ class Written:
 
 
 class ChoicesCall(ABC, Generic[B]):
-    """One request whose answer is choices, ``n`` of each prompt in the order of prompts: OpenAI's two completion formats.
+    """One request whose answer is choices, ``n`` of each prompt in the order of prompts: OpenAI's two completion formats."""
 
-    Args:
-        head, chunk_head: fields before the choices of a reply and of a chunk.
-        num_top_logprobs: reported for each token.
-    """
+    id_prefix: str
+    objects: tuple[str, str]
+    """``object`` of a whole reply and of a chunk."""
 
-    extra: dict[str, Any]
-    """Fields after the choices."""
-
-    def __init__(
-        self,
-        planned: Sequence[Planned],
-        body: B,
-        serving: Serving,
-        *,
-        head: dict[str, Any],
-        chunk_head: dict[str, Any],
-        num_top_logprobs: int,
-    ) -> None:
+    def __init__(self, planned: Sequence[Planned], body: B, serving: Serving) -> None:
         self._choices = [(plan, i) for plan in planned for i in range(body.n)]
         self._num_prompt_tokens = sum(len(plan.prompt_token_ids) for plan in planned)
         self._body = body
         self._renderer = serving.renderer
-        self._head = head
-        self._chunk_head = chunk_head
-        self._num_top_logprobs = num_top_logprobs
-        self.extra = {}
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": serving.model_name,
+        }
+        self.extra: dict[str, Any] = {}
+        """Fields after the choices."""
 
     @abstractmethod
-    def choice(self, index: int, plan: Planned, answer: Answer) -> dict[str, Any]:
-        """One whole choice."""
+    def whole(self, plan: Planned, answer: Answer) -> dict[str, Any]:
+        """The surface's own fields of a whole choice."""
 
     @abstractmethod
+    def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
+        """The surface's own fields of one block of a choice."""
+
+    @abstractmethod
+    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
+        """The log-probs of a whole choice, or of a block after ``num_characters`` of text; None unless asked for."""
+
     def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
         """The chunks for one block of a choice."""
+        own = self.piece(plan, block, written)
+        return [self.chunk(self._choice(index, own, block.delta, block.finish_reason, written.num_characters))]
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer."""
@@ -111,12 +111,17 @@ class ChoicesCall(ABC, Generic[B]):
             {f"{self._head['id']}-{i}": plan.answer(n) for i, (plan, n) in enumerate(self._choices)}
         )
         completions = [answer.completion for answer in answers]
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        choices = await in_thread_if(
-            lambda: [self.choice(i, self._choices[i][0], answer) for i, answer in enumerate(answers)],
-            is_long=num_tokens * (1 + self._num_top_logprobs) > LONG_TEXT,
-        )
-        return self._head | {"choices": choices, "usage": self._usage(completions)} | self.extra
+
+        def choices() -> list[dict[str, Any]]:
+            return [
+                self._choice(i, self.whole(plan, answer), answer.completion, answer.finish_reason)
+                | {"stop_reason": answer.stop_reason}
+                for i, ((plan, _), answer) in enumerate(zip(self._choices, answers, strict=True))
+            ]
+
+        written = await in_thread_if(choices, is_long=sum(map(_num_logprobs, completions)) > LONG_TEXT)
+        head = self._head | {"object": self.objects[0]}
+        return head | {"choices": written, "usage": self._usage(completions)} | self.extra
 
     async def stream(self, emit: Emit) -> None:
         """The answer in chunks; those of all choices are interleaved."""
@@ -128,8 +133,20 @@ class ChoicesCall(ABC, Generic[B]):
 
     def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """A chunk of choices."""
-        chunk = self._chunk_head | {"choices": choices}
+        chunk = self._head | {"object": self.objects[1], "choices": choices}
         return chunk | {"usage": None} if self._body.stream_options.include_usage else chunk
+
+    def _choice(
+        self,
+        index: int,
+        own: dict[str, Any],
+        tokens: Completion | CompletionDelta,
+        finish_reason: str | None,
+        num_characters: int = 0,
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(tokens, num_characters)
+        origin = provenance(tokens) if self._body.return_token_ids else {}
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason} | origin
 
     async def _stream_choice(self, index: int, emit: Emit) -> Completion:
         """Emit one choice's chunks, and return its completion."""
@@ -140,8 +157,8 @@ class ChoicesCall(ABC, Generic[B]):
                 for chunk in self.chunks(index, plan, block, written):
                     emit(chunk)
                 written.num_blocks += 1
-                written.num_characters += len(block.content)
-                written.num_calls += len(block.tool_calls)
+                written.num_characters += len(block.parts.content)
+                written.num_calls += len(block.parts.tool_calls)
         assert block.answer is not None, "a stream ends with its answer"
         return block.answer.completion
 
@@ -186,8 +203,7 @@ class ItemsCall(ABC, Generic[B]):
     async def reply(self) -> dict[str, Any]:
         """The whole answer."""
         answer = await self._planned.answer()
-        num_logprobs = len(answer.completion.token_ids) * (1 + self.num_top_logprobs)
-        return await in_thread_if(lambda: self._written(answer), is_long=num_logprobs > LONG_TEXT)
+        return await in_thread_if(lambda: self._written(answer), is_long=_num_logprobs(answer.completion) > LONG_TEXT)
 
     async def stream(self, emit: Emit) -> None:
         """The answer in events."""
@@ -195,24 +211,23 @@ class ItemsCall(ABC, Generic[B]):
         self.begin()
         async with aclosing(self._planned.stream()) as blocks:
             async for block in blocks:
-                self._write(block, block.delta)
+                self._write(block.parts, block.delta)
         assert block.answer is not None, "a stream ends with its answer"
         self._finish(block.answer)
 
     def _written(self, answer: Answer) -> dict[str, Any]:
-        self._write(answer, answer.completion)
+        self._write(answer.parts, answer.completion)
         return self._finish(answer)
 
-    def _write(self, part: Answer | AnswerBlock, tokens: Completion | CompletionDelta) -> None:
+    def _write(self, parts: AnswerParts, tokens: Completion | CompletionDelta) -> None:
         self.add_tokens(tokens)
-        for kind, text in zip(
-            self.kinds, (part.reasoning if self.shows_reasoning else None, part.content), strict=True
-        ):
+        texts = (parts.reasoning if self.shows_reasoning else "", parts.content)
+        for kind, text in zip(self.kinds, texts, strict=True):
             if text:
                 self._open_text(kind)
                 self._pieces.append(text)
                 self.add_text(kind, text)
-        for call in part.tool_calls:
+        for call in parts.tool_calls:
             self._has_calls = True
             self._close_text()
             self.add_call(call)
@@ -235,11 +250,6 @@ class ItemsCall(ABC, Generic[B]):
         text, self._pieces = "".join(self._pieces), []
         if kind is not None:
             self.end_text(kind, text)
-
-    @property
-    def num_top_logprobs(self) -> int:
-        """Log-probs that are written for each token, besides its own."""
-        return 0
 
     def add_tokens(self, tokens: Completion | CompletionDelta) -> None:
         """Take the tokens of a block, before its text."""
@@ -271,6 +281,10 @@ class ItemsCall(ABC, Generic[B]):
 
 _LEAST_LOGPROB = -9999.0
 """OpenAI and vLLM write -inf so: JSON has no infinity."""
+
+
+def _num_logprobs(completion: Completion) -> int:
+    return len(completion.token_ids) + sum(map(len, completion.top_logprobs))
 
 
 def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from skyrl_async.endpoint.parsing.answer_parser import (
     reasoning_parser_for,
     tool_parser_for,
 )
-from skyrl_async.endpoint.parsing.answers import AnswerDelta, AnswerStream, Marks, ParsedAnswer, make_tool_call
+from skyrl_async.endpoint.parsing.answers import AnswerParts, AnswerStream, Marks, make_tool_call
 from skyrl_async.endpoint.parsing.output_parser import forced_call, output_parser_of
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import FoundCalls, VLLMReasoningParser, VLLMToolParser
@@ -52,9 +52,10 @@ HERMES = '<tool_call>\n{"name": "look", "arguments": {"city": "Köln"}}\n</tool_
 Summary = tuple[str | None, str | None, list[tuple[str, str]]]
 
 
-def summary(answer: ParsedAnswer) -> Summary:
+def summary(answer: AnswerParts) -> Summary:
     """What an answer says, without the ids of its calls."""
-    return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.tool_calls]
+    content = answer.content or (None if answer.tool_calls else "")
+    return content, answer.reasoning or None, [(call.name, call.arguments) for call in answer.tool_calls]
 
 
 def coder() -> PreTrainedTokenizerFast:
@@ -66,10 +67,10 @@ def parser_of(make: Callable[[], PreTrainedTokenizerFast]) -> AnswerParser:
     return AnswerParser.of(make())
 
 
-def read_calls(text: str) -> AnswerDelta | None:
+def read_calls(text: str) -> AnswerParts | None:
     """Stands for a model's format: ``<call>name;`` is a call, any other text is none."""
     name, separator, rest = text.removeprefix("<call>").partition(";")
-    return AnswerDelta(content=rest, tool_calls=(make_tool_call(name, "{}"),)) if separator else None
+    return AnswerParts(content=rest, tool_calls=(make_tool_call(name, "{}"),)) if separator else None
 
 
 def split(
@@ -77,12 +78,12 @@ def split(
 ) -> Summary:
     """``text`` through a stream, in blocks that end at ``cuts``."""
     stream = AnswerStream(marks, read_calls=read_calls, starts_in_reasoning=starts_in_reasoning)
-    return summary((joined(stream, text, cuts or []) + stream.finish()).as_whole())
+    return summary(joined(stream, text, cuts or []) + stream.finish())
 
 
-def joined(stream: AnswerStream, text: str, cuts: list[int]) -> AnswerDelta:
+def joined(stream: AnswerStream, text: str, cuts: list[int]) -> AnswerParts:
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    delta = AnswerDelta()
+    delta = AnswerParts()
     for start, end in pairwise(bounds):
         delta += stream.push(text[start:end])
     return delta
@@ -164,8 +165,8 @@ def test_a_stream_passes_on_what_is_certain_at_once() -> None:
 
 def test_where_calls_may_begin_anywhere_nothing_is_certain_before_the_end() -> None:
     stream = AnswerStream(Marks(calls=("",)), read_calls=lambda _: None)
-    assert stream.push("words") == AnswerDelta()
-    assert stream.finish() == AnswerDelta(content="words")
+    assert stream.push("words") == AnswerParts()
+    assert stream.finish() == AnswerParts(content="words")
 
 
 @pytest.mark.parametrize(
@@ -243,9 +244,9 @@ def test_reasoning_without_marks_is_found_in_the_whole_text() -> None:
 
     reasoning = VLLMReasoningParser(name="own", extract=halve, start=None, end=None)
     stream = AnswerParser(TOKENIZER, reasoning=reasoning).stream(tools=None)
-    assert stream.push("hm Answer:") == AnswerDelta()
-    assert stream.push("42") == AnswerDelta()
-    assert stream.finish() == AnswerDelta(reasoning="hm ", content="42")
+    assert stream.push("hm Answer:") == AnswerParts()
+    assert stream.push("42") == AnswerParts()
+    assert stream.finish() == AnswerParts(reasoning="hm ", content="42")
 
 
 CASES = [
@@ -267,8 +268,8 @@ def test_vllm_finds_the_calls_of_each_family(
     make: Callable[[], PreTrainedTokenizerFast], text: str, content: str | None, num_calls: int
 ) -> None:
     answer = parsed(parser_of(make), text, tools=TOOLS)
-    assert answer.content == content
-    assert answer.reasoning == ("hm" if "hm" in text else None)
+    assert (answer.content or None) == content
+    assert answer.reasoning == ("hm" if "hm" in text else "")
     assert [call.name for call in answer.tool_calls] == ["look"] * num_calls
     assert all("city" in json.loads(call.arguments) for call in answer.tool_calls)
     assert len({call.id for call in answer.tool_calls}) == num_calls
@@ -382,7 +383,7 @@ def test_no_text_breaks_vllms_parsers_and_blocks_equal_the_whole(
     answer = parsed(parser, text, tools=TOOLS, starts_in_reasoning=starts)
     stream = parser.stream(tools=TOOLS, starts_in_reasoning=starts)
     blocks = joined(stream, text, data.draw(CUTS)) + stream.finish()
-    assert summary(blocks.as_whole()) == summary(answer)
+    assert summary(blocks) == summary(answer)
     for call in answer.tool_calls:
         assert call.name.strip()
         json.loads(call.arguments)
@@ -449,11 +450,11 @@ def schema_of(tools: list[Tool], tool_choice: str) -> str:
     return forced.json_schema
 
 
-def parsed_forced(text: str, tool_choice: str) -> ParsedAnswer:
+def parsed_forced(text: str, tool_choice: str) -> AnswerParts:
     parser = output_parser_of(
         AnswerParser(TOKENIZER), tools=TOOLS, tool_choice=tool_choice, is_chat=True, starts_in_reasoning=False
     )
-    return (parser.push(text) + parser.finish()).as_whole()
+    return parser.push(text) + parser.finish()
 
 
 def test_a_named_function_is_forced_by_its_parameters() -> None:

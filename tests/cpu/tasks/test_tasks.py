@@ -338,7 +338,7 @@ def test_vllms_hermes_parser_reads_the_calls_that_the_policy_is_taught() -> None
         ("look", '{"at": 3}'),
         ("look", '{"at": 7}'),
     ]
-    assert [one.content for one in read] == [None, None]
+    assert [one.content for one in read] == ["", ""]
     assert parsed(parser, answer, tools=tools_of(prompt)).content == "#### 7"
 
 
