@@ -14,16 +14,13 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_async.config.bash_words import Command, commands_of
 from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_value
 from skyrl_async.config.help import all_keys, value_text
-from skyrl_async.config.rules import all as rules
+from skyrl_async.config.load import built, load, merged, quoted, set_value
 from skyrl_async.config.rules.notices import idle_settings
-from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS
-from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
 
 _SYSTEM = "SkyRL"
@@ -35,10 +32,7 @@ _OTHERS = {"verl": "verl", "areal": "AReaL"}
 
 
 def _starting_point() -> DictConfig:
-    chosen = [GROUPS[group][option].values for group, option in _CHOICES.items()]
-    tree = OmegaConf.merge(OmegaConf.structured(Config), *chosen)
-    assert isinstance(tree, DictConfig)
-    return tree
+    return merged(*(GROUPS[group][option].values for group, option in _CHOICES.items()))
 
 
 @dataclass(slots=True)
@@ -68,8 +62,8 @@ class Translation:
         if known is not None and known.type_text.startswith("list of ") and not isinstance(value, list):
             value = [] if value is None else [value]
         try:
-            OmegaConf.update(self.tree, key, value, merge=True, force_add=known is None)
-        except OmegaConfBaseException:
+            set_value(self.tree, key, value)
+        except ConfigError:
             return False
         self.settings[key] = (value, about)
         return True
@@ -241,7 +235,7 @@ def _take_defaults(given: set[str], result: Translation) -> None:
             if left.set(key, value, name) and OmegaConf.select(left.tree, key) == before:
                 del left.settings[key]
     try:
-        idle = idle_settings(_built(result.tree))
+        idle = idle_settings(built(result.tree))
     except SkyRLAsyncError:
         idle = []
     result.defaults = {
@@ -249,13 +243,6 @@ def _take_defaults(given: set[str], result: Translation) -> None:
         for key, setting in left.settings.items()
         if not any(sentence.startswith(f"{key}=") for sentence in idle)
     }
-
-
-def _built(tree: DictConfig) -> Config:
-    config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
-    check_bounds(config)
-    return config
 
 
 def _written(script: Path, result: Translation) -> str:
@@ -280,8 +267,8 @@ def _written(script: Path, result: Translation) -> str:
         if entries:
             lines += ["", f"# {heading}", *(f"#   {' '.join(entry.split())}" for entry in entries)]
     try:
-        rules.check(_built(result.tree))
-    except (SkyRLAsyncError, OmegaConfBaseException) as error:
+        load(result.tree)
+    except SkyRLAsyncError as error:
         lines += ["", "# What this machine says of it:", f"#   {' '.join(str(error).split())}"]
     return "\n".join(lines) + "\n"
 
@@ -295,8 +282,7 @@ def override_text(value: Any) -> str:
     if isinstance(value, str):
         if _BARE.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
             return value
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("${", "\\${")
-        return f'"{escaped}"'
+        return quoted(value)
     if isinstance(value, list):
         return f"[{','.join(map(override_text, value))}]"
     if isinstance(value, dict):

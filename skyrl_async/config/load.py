@@ -1,20 +1,17 @@
-"""From a command line to a checked ``Config``: the one place that knows hydra, of which it takes the grammar of overrides.
+"""From overrides to a checked ``Config``: the one place that knows hydra, of which it takes the grammar of overrides.
 
 overrides, group choices, yaml file ──> compose_config ──> load ──> Config, or one ConfigError for all mistakes
 """
 
-import argparse
-import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
@@ -27,51 +24,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from skyrl_async.config.coming_from import hint_for, hint_for_value
-from skyrl_async.config.from_skyrl import command_for
-from skyrl_async.config.help import all_keys, help_text
+from skyrl_async.config.help import all_keys
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS, default_option
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
+from skyrl_async.errors import ConfigError, did_you_mean
 
-_USAGE_EXIT_CODE = 2
 _SEE_HELP = "--help lists every key"
 _ESCAPING = "; ${...} stands for another key's value: write \\${...} for the text"
 
 
-def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Read the command line, and call ``task_function`` with the checked config and the overrides that made it.
-
-    Returns the exit code: the function's own, 0 after ``--help``, ``--cfg job`` and ``--from-skyrl``, 2 after one line on standard error
-    when the command line is wrong (then nothing was started).
-    """
-    try:
-        arguments, overrides = _parse_arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help:
-            sys.stdout.write(help_text())
-            return 0
-        if arguments.from_skyrl is not None:
-            if overrides:
-                raise ConfigError(
-                    f"--from-skyrl takes a script alone, got {overrides[0]!r} too; give keys to the command it prints"
-                )
-            sys.stdout.write(command_for(arguments.from_skyrl, os.environ))
-            return 0
-        composed = compose_config(overrides, arguments.config)
-        if arguments.cfg:
-            sys.stdout.write(to_yaml(_to_object(composed)))
-            return 0
-        config = load(composed)
-    except SkyRLAsyncError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _USAGE_EXIT_CODE
-    return task_function(config, overrides)
-
-
 def load(cfg: DictConfig) -> Config:
     """Build the config object and check it against this machine. Raises ``ConfigError`` or ``PolicyError``."""
-    config = _to_object(cfg)
+    config = built(cfg)
     rules.check(config)
     return config
 
@@ -114,9 +80,9 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
                 parsed.append(override)
     if file is None:
         choices = [GROUPS[group][chosen.get(group, default_option(group))] for group in GROUPS]
-        tree = _merged(*(choice.values for choice in choices))
+        tree = merged(*(choice.values for choice in choices))
     else:
-        tree = _merged()
+        tree = merged()
         for section, below in _read_file(file).items():
             _set_leaves(tree, section, below, mistakes, f"--config {file}: ")
     for override in parsed:
@@ -133,7 +99,7 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
     return tree
 
 
-def _merged(*values: dict[str, Any]) -> DictConfig:
+def merged(*values: dict[str, Any]) -> DictConfig:
     """The schema with values of groups."""
     tree = OmegaConf.merge(_schema(), *values)
     assert isinstance(tree, DictConfig)
@@ -147,22 +113,6 @@ def _noted(mistakes: list[str], prefix: str = "") -> Iterator[None]:
         yield
     except ConfigError as error:
         mistakes.append(f"{prefix}{error}")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help shows the usage")
-
-
-def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--from-skyrl", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args(argv)
-    return arguments, arguments.overrides
 
 
 def _parse_override(text: str) -> Override:
@@ -185,12 +135,13 @@ def _parse_override(text: str) -> Override:
 def _quoting(key: str, value: str) -> str:
     """How to write ``value`` in a shell, so that hydra reads it as it is."""
     if key in all_keys() and "list" in all_keys()[key].type_text:
-        texts = ",".join(_quoted(text.strip(" '\"")) for text in value.strip("[]").split(","))
+        texts = ",".join(quoted(text.strip(" '\"")) for text in value.strip("[]").split(","))
         return f"write each text in double quotes, in a list: {shlex.quote(f'{key}=[{texts}]')}"
-    return f"write text with special characters in double quotes: {shlex.quote(f'{key}={_quoted(value)}')}"
+    return f"write text with special characters in double quotes: {shlex.quote(f'{key}={quoted(value)}')}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text in the grammar of overrides."""
     return str(QuotedString(_without_interpolations(text), Quote.double).with_quotes())
 
 
@@ -253,7 +204,7 @@ def _set_leaves(tree: DictConfig, key: str, value: Any, mistakes: list[str], pre
     for name, leaf in _leaves(key, value):
         with _noted(mistakes, prefix):
             _check_key(name)
-            _set(tree, name, leaf)
+            set_value(tree, name, leaf)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -285,8 +236,8 @@ def _schema() -> DictConfig:
     return OmegaConf.structured(Config)
 
 
-def _set(tree: DictConfig, key: str, value: Any) -> None:
-    """Refuse a value that the key cannot hold."""
+def set_value(tree: DictConfig, key: str, value: Any) -> None:
+    """Set a key. Raises ``ConfigError`` for a value that it cannot hold."""
     try:
         # Keys of an open dictionary are not in the schema.
         OmegaConf.update(tree, key, value, merge=True, force_add=_is_free(key))
@@ -313,7 +264,8 @@ def _read_file(file: Path) -> dict[str, Any]:
     return {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
 
 
-def _to_object(cfg: DictConfig) -> Config:
+def built(cfg: DictConfig) -> Config:
+    """The config object, each section checked by itself. Raises ``ConfigError``."""
     try:
         built = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
+from skyrl_async.config.command_line import run_cli
 from skyrl_async.config.help import sections
-from skyrl_async.config.load import compose_config, run_cli
+from skyrl_async.config.load import compose_config
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules import devices, placement
 from skyrl_async.config.rules.notices import idle_settings

@@ -169,7 +169,7 @@ def test_a_dependency_is_imported_only_by_the_files_about_it(dependency: str) ->
     "statement",
     [
         "import skyrl_async",
-        "import skyrl_async.config.load",
+        "import skyrl_async.config.command_line",
         "import skyrl_async.metrics.tracker, skyrl_async.metrics.trace, skyrl_async.metrics.console",
         "import skyrl_async.rollout.staleness, skyrl_async.rollout.buffer, skyrl_async.data.dataloader",
     ],

@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 
 from skyrl_async.config.bash_words import commands_of
 from skyrl_async.config.coming_from import OUR_OLD_NAMES, find, foreign_keys, hint_for, sources, updated, yaml_value
+from skyrl_async.config.command_line import run_cli
 from skyrl_async.config.from_skyrl import override_text, translated
 from skyrl_async.config.help import all_keys
-from skyrl_async.config.load import compose_config, run_cli
+from skyrl_async.config.load import compose_config
 from skyrl_async.config.schema.run import Config
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from skyrl_async.config import help as config_help
-from skyrl_async.config.load import compose_config, from_overrides, load, run_cli, to_yaml
+from skyrl_async.config.command_line import run_cli
+from skyrl_async.config.load import compose_config, from_overrides, load, to_yaml
 from skyrl_async.config.rules.devices import num_gpus
 from skyrl_async.config.schema.engine import EngineBackend, PauseModeName
 from skyrl_async.config.schema.fields import Device, DType
