@@ -33,14 +33,13 @@ class _Call:
     """To be sampled in this call, unless it is aborted."""
     end: FinishReason
     """Why it ends, unless it is aborted."""
+    started: float
+    """Progress of the engine when the call began."""
     num_taken: int = 0
     """Handed out."""
     is_aborted: bool = False
-    started: float | None = None
-    """Progress of the machine when the call was let in; None while it waits outside."""
-    num_wanted: int = 0
     woken: asyncio.Future[None] | None = None
-    """Pending while the call waits for ``num_wanted`` tokens."""
+    """Pending while the call waits for tokens."""
 
     def wake(self) -> None:
         """End its wait."""
@@ -54,15 +53,12 @@ class _SharedSpeed:
     Args:
         tokens_per_second: of a call alone in it.
         half_speed_calls: calls at which each runs at half of that.
-        max_running: calls running at once; the others wait outside, the smallest priority first. None: no limit.
     """
 
-    def __init__(self, tokens_per_second: float, half_speed_calls: float, max_running: int | None) -> None:
+    def __init__(self, tokens_per_second: float, half_speed_calls: float) -> None:
         self._tokens_per_second = tokens_per_second
         self._half_speed_calls = half_speed_calls
-        self._max_running = max_running
-        self._running: dict[_Call, None] = {}
-        self._outside: list[tuple[int, int, _Call]] = []
+        self._num_running = 0
         self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._progress = 0.0
@@ -78,22 +74,13 @@ class _SharedSpeed:
 
     def tokens_of(self, call: _Call) -> int:
         """Whole tokens that the call has got so far."""
-        return 0 if call.started is None else math.floor(self.progress - call.started + _ROUNDING)
+        return math.floor(self.progress - call.started + _ROUNDING)
 
-    def enter(self, call: _Call) -> None:
-        """Run the call, or let it wait outside."""
-        heapq.heappush(self._outside, (call.request.priority, next(self._numbers), call))
-        self._let_in()
-
-    def leave(self, call: _Call) -> None:
-        """The call is over."""
+    def add_calls(self, number: int) -> None:
+        """So many calls more run; fewer where negative."""
         self._advance()
-        if call in self._running:
-            del self._running[call]
-        else:
-            self._outside = [entry for entry in self._outside if entry[2] is not call]
-            heapq.heapify(self._outside)
-        self._let_in()
+        self._num_running += number
+        self._set_timer()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
@@ -103,27 +90,14 @@ class _SharedSpeed:
 
     async def wait_for(self, call: _Call, num_tokens: int) -> None:
         """Return when the call has got ``num_tokens`` in all, or is woken."""
-        call.num_wanted, call.woken = num_tokens, asyncio.get_running_loop().create_future()
-        self._aim(call)
+        call.woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._goals, (call.started + num_tokens, next(self._numbers), call.woken))
         self._set_timer()
         await call.woken
 
-    def _let_in(self) -> None:
-        self._advance()
-        while self._outside and (self._max_running is None or len(self._running) < self._max_running):
-            call = heapq.heappop(self._outside)[2]
-            call.started = self._progress
-            self._running[call] = None
-            self._aim(call)
-        self._set_timer()
-
-    def _aim(self, call: _Call) -> None:
-        if call.started is not None and call.woken is not None:
-            heapq.heappush(self._goals, (call.started + call.num_wanted, next(self._numbers), call.woken))
-
     def _rate(self) -> float:
         """Tokens per second of each running call."""
-        return 0.0 if self.is_paused else self._tokens_per_second / (1 + len(self._running) / self._half_speed_calls)
+        return 0.0 if self.is_paused else self._tokens_per_second / (1 + self._num_running / self._half_speed_calls)
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -162,7 +136,6 @@ class ModelledEngine:
         half_speed_requests: requests at which each runs at half of that.
         stage_seconds: duration of ``stage_weights``.
         load_seconds: duration of ``load_weights``.
-        max_num_seqs: requests running at once; the others wait in the engine, the smallest ``priority`` first. None: no limit.
         block_tokens: of a stream; the larger, the faster is the simulation.
     """
 
@@ -175,7 +148,6 @@ class ModelledEngine:
         half_speed_requests: float = 170.0,
         stage_seconds: float = 0.0,
         load_seconds: float = 0.0,
-        max_num_seqs: int | None = None,
         block_tokens: int = 16,
     ) -> None:
         self.name = name
@@ -184,7 +156,7 @@ class ModelledEngine:
         self._stage_seconds = stage_seconds
         self._load_seconds = load_seconds
         self._block_tokens = block_tokens
-        self._shared = _SharedSpeed(tokens_per_second, half_speed_requests, max_num_seqs)
+        self._shared = _SharedSpeed(tokens_per_second, half_speed_requests)
         self._calls: dict[_Call, None] = {}
         self.num_sampled_tokens = 0
         """Sampled tokens of all calls that have ended."""
@@ -298,15 +270,16 @@ class ModelledEngine:
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
         num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
-        call = _Call(request, min(num_left, longest), FinishReason.STOP if num_left <= longest else FinishReason.LENGTH)
+        end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
+        self._shared.add_calls(1)
+        call = _Call(request, min(num_left, longest), end, started=self._shared.progress)
         self._calls[call] = None
-        self._shared.enter(call)
         return call
 
     def _end(self, call: _Call) -> None:
         self.num_sampled_tokens += self._num_sampled(call)
         del self._calls[call]
-        self._shared.leave(call)
+        self._shared.add_calls(-1)
 
     async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
         """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""
@@ -341,7 +314,7 @@ class ModelledEngine:
 
     def _versions(self, call: _Call, start: int, end: int) -> tuple[int, ...]:
         """Return the version served when each of the tokens ``start`` to ``end`` was complete."""
-        if start == end or call.started is None:
+        if start == end:
             return ()
         versions: tuple[int, ...] = ()
         index = bisect_right(self._served, call.started + start, key=lambda served: served[0]) - 1

@@ -58,12 +58,10 @@ class SimulationSettings:
     num_epochs: int | None = None
     num_workers: int | None = None
     """Groups in flight; None: as many as the staleness bound allows."""
-    limits_buffered_groups: bool = False
+    count_buffered_as_in_flight: bool = False
     num_engines: int = 2
     tokens_per_second: float = 100.0
     half_speed_requests: float = 170.0
-    max_num_seqs: int | None = None
-    """Requests running at once in an engine; None: no limit."""
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
     oldest_weight: float | None = None
@@ -97,25 +95,25 @@ class SimulationSettings:
     num_eval_prompts: int = 0
     """Prompts per evaluation before, during and after training."""
     pins_eval_version: bool = True
-    evaluates_before_training: bool = True
-    evaluates_at_the_end: bool = True
-    check_interval_steps: int = 0
+    eval_before_train: bool = True
+    eval_at_end: bool = True
+    logprob_probe_interval_steps: int = 0
     """Steps between comparisons of the engines with the policy; 0: none."""
-    validates_only: bool = False
+    eval_only: bool = False
     rollout_timeout_s: float = 1e9
     max_retries: int = 0
     max_failed_fraction: float = 0.5
     on_failed_samples: OnFailedSamples = OnFailedSamples.train_rest
     retry_backoff_s: float = 0.0
     max_retry_backoff_s: float = 0.0
-    masks_overlong: bool = False
+    apply_overlong_filtering: bool = False
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
     shared_by: tuple[str, ...] = ()
     """Stages that share devices: ``policy``, ``ref``, ``logp``, ``generate``."""
     min_generation_slice_s: float = 1.0
-    stall_warning_s: float | None = None
-    """Seconds without progress after which the watchdog reports; None watches nothing."""
+    stall_warning_s: float = math.inf
+    """Seconds without progress after which the watchdog reports."""
     seed: int = 0
 
     @property
@@ -290,7 +288,6 @@ def _engine(settings: SimulationSettings, name: str) -> ModelledEngine:
         half_speed_requests=settings.half_speed_requests,
         stage_seconds=settings.stage_seconds,
         load_seconds=settings.load_seconds,
-        max_num_seqs=settings.max_num_seqs,
         block_tokens=settings.block_tokens,
     )
 
@@ -310,16 +307,10 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         schedule=Schedule.one_step_off if settings.is_one_step_off else Schedule.fully_async,
         staleness_policy=StalenessPolicy[settings.staleness_policy],
         policy_mini_batch_size=settings.mini_batch_size,
-        count_buffered_as_in_flight=settings.limits_buffered_groups,
         num_epochs=settings.num_epochs or sys.maxsize,
         algorithm=AlgorithmConfig(loss_reduction=LossReduction[settings.loss_reduction]),
         fully_async=from_section(FullyAsyncConfig, settings, max_staleness_steps=None),
         max_checkpoints_to_keep=max_checkpoints_to_keep,
-        eval_before_train=settings.evaluates_before_training,
-        eval_at_end=settings.evaluates_at_the_end,
-        eval_only=settings.validates_only,
-        logprob_probe_interval_steps=settings.check_interval_steps,
-        stall_warning_s=math.inf if settings.stall_warning_s is None else settings.stall_warning_s,
     )
     # Unlike a run, a simulation may have fewer groups in flight than a mini-batch.
     most = settings.mini_batch_size * (settings.max_staleness_steps + 1)
@@ -329,7 +320,6 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         GeneratorConfig,
         settings,
         n_samples_per_prompt=settings.group_size,
-        apply_overlong_filtering=settings.masks_overlong,
         sampling=sampling,
         on_failed_samples=settings.on_failed_samples,
     )

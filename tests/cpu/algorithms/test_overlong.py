@@ -177,7 +177,7 @@ class Cutting(ModelledGenerator):
         return await super().generate(replace(request, sampling=sampling))
 
 
-CUT_OFTEN = SimulationSettings(mean_tokens=100.0, sigma=1.2, group_size=4, num_steps=6, masks_overlong=True)
+CUT_OFTEN = SimulationSettings(mean_tokens=100.0, sigma=1.2, group_size=4, num_steps=6, apply_overlong_filtering=True)
 
 
 def simulate(settings: SimulationSettings, max_tokens: int = 60) -> Simulation:

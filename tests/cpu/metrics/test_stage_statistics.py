@@ -156,7 +156,7 @@ def test_evaluations_before_and_after_training_are_items_of_the_validation_stage
     """And without training, too: whoever looks meanwhile sees what the run is at."""
 
     async def main() -> None:
-        simulation = build_simulation(replace(SLOW_PUBLISH, num_eval_prompts=8, validates_only=validates_only))
+        simulation = build_simulation(replace(SLOW_PUBLISH, num_eval_prompts=8, eval_only=validates_only))
         trainer = simulation.trainer
         evaluate, seen = trainer._validation._evaluator.evaluate, []
 

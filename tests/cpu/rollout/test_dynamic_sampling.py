@@ -105,7 +105,7 @@ def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_an
         max_staleness_steps=1 if is_one_step_off else bound,
         stream_mini_batch=streamed and not is_one_step_off,
         is_one_step_off=is_one_step_off,
-        limits_buffered_groups=limits_buffered and not is_one_step_off,
+        count_buffered_as_in_flight=limits_buffered and not is_one_step_off,
         publish_every_steps=bound + 1 if schedule == "late publishes" else 1,
         deterministic=deterministic and policy in ("wait", "allow"),
         num_epochs=50,

@@ -1,6 +1,7 @@
 """What takes too long is named while it does: by uid, phase, sample, turn, engine and seconds. In virtual time."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,7 +120,7 @@ def test_contract_8_a_stage_of_the_trainer_that_hangs_for_a_while_is_named(
 
 
 def test_a_run_in_which_nothing_takes_long_is_not_disturbed(caplog: pytest.LogCaptureFixture) -> None:
-    watched, plain = simulate(RUN), simulate(replace(RUN, stall_warning_s=None))
+    watched, plain = simulate(RUN), simulate(replace(RUN, stall_warning_s=math.inf))
     assert warnings(caplog) == []
     assert watched.policy.steps == plain.policy.steps
     assert len(watched.logged) == len(plain.logged)

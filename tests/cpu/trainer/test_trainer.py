@@ -456,7 +456,7 @@ def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_group
     """Training is the bottleneck here: whatever is generated ahead of it only ages."""
     settings = replace(LONG_TAILED, sigma=0.5, max_staleness_steps=4, num_workers=16, seconds_per_token=5e-3)
     filled = simulate(settings)
-    limited = simulate(replace(settings, limits_buffered_groups=True))
+    limited = simulate(replace(settings, count_buffered_as_in_flight=True))
 
     def mean_staleness(simulation: Simulation) -> float:
         return simulation.trainer.totals.staleness_sum / simulation.trainer.totals.trained_groups
@@ -468,7 +468,9 @@ def test_a_busy_trainer_gets_fresher_groups_in_the_same_time_when_buffered_group
 @pytest.mark.slow
 def test_limiting_buffered_groups_costs_nothing_where_generation_is_the_bottleneck() -> None:
     def seconds(seed: int, limits: bool) -> float:
-        settings = replace(LONG_TAILED, max_staleness_steps=4, num_workers=16, seed=seed, limits_buffered_groups=limits)
+        settings = replace(
+            LONG_TAILED, max_staleness_steps=4, num_workers=16, seed=seed, count_buffered_as_in_flight=limits
+        )
         return sum(step_values(simulate(settings), "timing/step"))
 
     filled, limited = (sum(seconds(seed, limits) for seed in range(4)) for limits in (False, True))

@@ -255,7 +255,7 @@ def test_an_error_in_any_other_stage_ends_the_run_with_its_cause_too(stage: str)
 
     async def main() -> None:
         simulation = build_simulation(
-            replace(SLOW_PUBLISH, eval_interval_steps=2, num_eval_prompts=2, evaluates_before_training=False),
+            replace(SLOW_PUBLISH, eval_interval_steps=2, num_eval_prompts=2, eval_before_train=False),
             prepare_with=lambda policy: {"ref_logp": fail} if stage == "ref_logp" else {},
         )
         if stage == "dataloader":
@@ -283,8 +283,8 @@ def test_held_out_prompts_are_played_before_and_after_training_where_that_is_wan
         replace(
             SLOW_PUBLISH,
             num_eval_prompts=3,
-            evaluates_before_training=is_wanted,
-            evaluates_at_the_end=is_wanted,
+            eval_before_train=is_wanted,
+            eval_at_end=is_wanted,
         )
     )
     evaluated = [step for step, values in simulation.logged if "reward/eval" in values]
@@ -585,8 +585,8 @@ def test_steps_that_are_to_be_evaluated_or_checked_are_published_whatever_else_i
         VALIDATING,
         publish_every_steps=3,
         eval_interval_steps=4,
-        check_interval_steps=5,
-        evaluates_at_the_end=False,
+        logprob_probe_interval_steps=5,
+        eval_at_end=False,
     )
 
     async def main() -> None:
@@ -646,7 +646,7 @@ def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, si
 
 def test_a_run_that_only_validates_trains_nothing() -> None:
     async def main() -> Simulation:
-        simulation = build_simulation(replace(VALIDATING, validates_only=True))
+        simulation = build_simulation(replace(VALIDATING, eval_only=True))
         await simulation.trainer.run()
         return simulation
 

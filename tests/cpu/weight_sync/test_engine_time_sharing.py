@@ -134,7 +134,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
         min_generation_slice_s=min_slice_s,
         stream_mini_batch=streamed,
         deterministic=deterministic,
-        limits_buffered_groups=limits,
+        count_buffered_as_in_flight=limits,
         eval_interval_steps=2 if validates else 0,
         num_eval_prompts=2 if validates else 0,
         seed=seed,
