@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from skyrl_async.config.schema.fields import bounded, require
 
@@ -18,31 +18,11 @@ class LossReduction(Enum):
     prompt_mean = "prompt_mean"
 
 
-class KlEstimator(Enum):
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-    abs = "abs"
-
-
-class RefLogp(Enum):
-    stage = "stage"
-    inline = "inline"
-
-
-class KlControl(Enum):
-    fixed = "fixed"
-    adaptive = "adaptive"
-
-
-class TisRatioType(Enum):
-    token = "token"
-    sequence = "sequence"
-
-
-class SequenceMaskMetric(Enum):
-    product = "product"
-    geometric = "geometric"
+KlEstimator = StrEnum("KlEstimator", ["k1", "k2", "k3", "abs"])
+RefLogp = StrEnum("RefLogp", ["stage", "inline"])
+KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
+TisRatioType = StrEnum("TisRatioType", ["token", "sequence"])
+SequenceMaskMetric = StrEnum("SequenceMaskMetric", ["product", "geometric"])
 
 
 @dataclass
@@ -111,9 +91,7 @@ class CispoConfig:
     """Weights are at most 1 plus this."""
 
 
-class DppoType(Enum):
-    binary_tv = "binary_tv"
-    binary_kl = "binary_kl"
+DppoType = StrEnum("DppoType", ["binary_tv", "binary_kl"])
 
 
 @dataclass

@@ -1,20 +1,13 @@
 """The ``engine`` section: what samples."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from skyrl_async.config.schema.fields import Device, bounded, check_heartbeat
 
-
-class PauseModeName(Enum):
-    abort = "abort"
-    keep = "keep"
-
-
-class EngineBackend(Enum):
-    vllm = "vllm"
-    deterministic = "deterministic"
+PauseModeName = StrEnum("PauseModeName", ["abort", "keep"])
+EngineBackend = StrEnum("EngineBackend", ["vllm", "deterministic"])
 
 
 @dataclass

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,15 +18,8 @@ from skyrl_async.errors import ConfigError
 T = TypeVar("T")
 
 
-class DType(Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Device(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+DType = StrEnum("DType", ["float32", "bfloat16"])
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,21 +1,12 @@
 """The ``generator`` section: how prompts become trajectories, and what to do when one fails."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from skyrl_async.config.schema.fields import bounded, require
 
-
-class OnFailedSamples(Enum):
-    fill = "fill"
-    train_rest = "train_rest"
-    drop = "drop"
-
-
-class GeneratorKind(Enum):
-    gym = "gym"
-    gym_http = "gym_http"
-    agent = "agent"
+OnFailedSamples = StrEnum("OnFailedSamples", ["fill", "train_rest", "drop"])
+GeneratorKind = StrEnum("GeneratorKind", ["gym", "gym_http", "agent"])
 
 
 @dataclass

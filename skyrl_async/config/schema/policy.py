@@ -1,7 +1,7 @@
 """The ``policy`` section: which model is trained, and how the tiny one is made."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from skyrl_async.config.schema.fields import DType, bounded, require
 
@@ -28,14 +28,8 @@ class WarmStartConfig:
     """
 
 
-class LoraInit(Enum):
-    kaiming = "kaiming"
-    gaussian = "gaussian"
-
-
-class LoraPublish(Enum):
-    merged = "merged"
-    adapter = "adapter"
+LoraInit = StrEnum("LoraInit", ["kaiming", "gaussian"])
+LoraPublish = StrEnum("LoraPublish", ["merged", "adapter"])
 
 
 ALL_LINEAR = "all-linear"

@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.fields import bounded
@@ -16,13 +16,7 @@ from skyrl_async.config.schema.task import TaskConfig
 from skyrl_async.config.schema.trainer import TrainerConfig
 from skyrl_async.config.schema.training import TrainingConfig
 
-
-class WeightTransfer(Enum):
-    auto = "auto"
-    shm = "shm"
-    gloo = "gloo"
-    nccl = "nccl"
-    ipc = "ipc"
+WeightTransfer = StrEnum("WeightTransfer", ["auto", "shm", "gloo", "nccl", "ipc"])
 
 
 @dataclass

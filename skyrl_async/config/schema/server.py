@@ -1,22 +1,15 @@
 """The ``server`` section: the endpoint and its sessions."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from skyrl_async.config.schema.fields import bounded, check_heartbeat, require
 
 MAX_PORT = 65535
 
 
-class ReasoningPolicy(Enum):
-    keep = "keep"
-    template = "template"
-
-
-class BranchPolicyName(Enum):
-    all = "all"
-    longest = "longest"
-    last = "last"
+ReasoningPolicy = StrEnum("ReasoningPolicy", ["keep", "template"])
+BranchPolicyName = StrEnum("BranchPolicyName", ["all", "longest", "last"])
 
 
 @dataclass

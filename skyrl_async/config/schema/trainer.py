@@ -1,24 +1,14 @@
 """The ``trainer`` section: the loop, its staleness bound, its checkpoints and its steps."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from operator import attrgetter
 
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.fields import bounded, require
 
-
-class StalenessPolicy(Enum):
-    wait = "wait"
-    mask = "mask"
-    resample = "resample"
-    allow = "allow"
-
-
-class Schedule(Enum):
-    sync = "sync"
-    one_step_off = "one_step_off"
-    fully_async = "fully_async"
+StalenessPolicy = StrEnum("StalenessPolicy", ["wait", "mask", "resample", "allow"])
+Schedule = StrEnum("Schedule", ["sync", "one_step_off", "fully_async"])
 
 
 _BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
@@ -29,10 +19,7 @@ _FILTERED_MINI_BATCHES = 30
 """SkyRL's ``dynamic_sampling.max_sample_batches``."""
 
 
-class ResumeMode(Enum):
-    latest = "latest"
-    none = "none"
-    from_path = "from_path"
+ResumeMode = StrEnum("ResumeMode", ["latest", "none", "from_path"])
 
 
 @dataclass

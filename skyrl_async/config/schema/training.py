@@ -1,20 +1,12 @@
 """The ``training`` section: what computes gradients."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from skyrl_async.config.schema.fields import Device, bounded, check_heartbeat, require
 
-
-class TrainingBackendName(Enum):
-    fsdp = "fsdp"
-    deepspeed = "deepspeed"
-
-
-class LrSchedule(Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
+TrainingBackendName = StrEnum("TrainingBackendName", ["fsdp", "deepspeed"])
+LrSchedule = StrEnum("LrSchedule", ["constant", "linear", "cosine"])
 
 
 @dataclass
