@@ -6,7 +6,7 @@ that says otherwise is refused; one that says the same, or ``auto``, is fine.
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def read_user_config(config: DeepSpeedConfig, *, max_grad_norm: float) -> dict[s
         raise ConfigError(f"training.deepspeed.config must be a JSON file, got {config.config!r}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"training.deepspeed.config must hold an object, got {type(content).__name__} in {path}")
-    settled = {
+    single = {
         "gradient_clipping": (max_grad_norm, f"training.max_grad_norm is {max_grad_norm:g}"),
         "communication_data_type": ("fp32", _IN_FLOAT32),
         "gradient_allreduce_op": (
@@ -119,55 +119,62 @@ def read_user_config(config: DeepSpeedConfig, *, max_grad_norm: float) -> dict[s
         ),
         "zero_allow_untested_optimizer": (True, "torch's AdamW steps"),
     }
-    kept = {}
-    for key, value in content.items():
-        if key in _OURS:
-            _require(value == _AUTO or _is_off(value), key, value, _OURS[key])
-        elif key in settled:
-            ours, reason = settled[key]
-            _require(value in (_AUTO, ours), key, value, reason)
-        else:
-            kept[key] = value
+    kept = _without_ours(content, "", _OURS, single)
     if "zero_optimization" in kept:
         kept["zero_optimization"] = _zero_section(kept["zero_optimization"], config)
     return kept
 
 
-def _zero_section(zero: Any, config: DeepSpeedConfig) -> dict[str, Any]:
-    """The section without what is left to us."""
-    name, zero_stage = "zero_optimization", config.zero_stage
-    _require(isinstance(zero, dict), name, zero, "it is an object")
+def _without_ours(
+    section: Any, name: str, ours: Mapping[str, str], single: Mapping[str, tuple[Any, str]]
+) -> dict[str, Any]:
+    """The keys of a section that say what ours do not.
+
+    Args:
+        section: an object, or else refused.
+        name: where it is; empty for all of the file.
+        ours: key that must be off -> why.
+        single: key -> the one value that it may have, and why.
+    """
+    _require(isinstance(section, dict), name, section, "it is an object")
     kept = {}
-    for key, value in zero.items():
-        if key in _OURS_IN_ZERO:
-            _require(value in (_AUTO, None) or _is_off(value), f"{name}.{key}", value, _OURS_IN_ZERO[key])
+    for key, value in section.items():
+        path = f"{name}.{key}" if name else key
+        if key in ours:
+            _require(value in (_AUTO, None) or _is_off(value), path, value, ours[key])
+        elif key in single:
+            allowed, reason = single[key]
+            _require(value in (_AUTO, allowed), path, value, reason)
         elif value != _AUTO:
             kept[key] = value
-    norm, reason = kept.pop("compute_grad_norm", True), "a step whose gradient is not finite is refused by its norm"
-    _require(norm is True, f"{name}.compute_grad_norm", norm, reason)
-    stage = kept.pop("stage", zero_stage)
-    _require(stage == zero_stage, f"{name}.stage", stage, f"training.deepspeed.zero_stage is {zero_stage}")
-    overlap = kept.get("overlap_comm", False)
-    reason = "gradients accumulated until a mini-batch is in overlap with communication at stage 2 only"
-    _require(not overlap or zero_stage == 2, f"{name}.overlap_comm", overlap, reason)
-    for part, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        section = _offload_section(part, kept.pop(part), config, least) if part in kept else {}
-        if section:
-            kept[part] = section
+    return kept
+
+
+def _zero_section(zero: Any, config: DeepSpeedConfig) -> dict[str, Any]:
+    stage = config.zero_stage
+    single = {
+        "compute_grad_norm": (True, "a step whose gradient is not finite is refused by its norm"),
+        "stage": (stage, f"training.deepspeed.zero_stage is {stage}"),
+    }
+    if stage != 2:
+        reason = "gradients accumulated until a mini-batch is in overlap with communication at stage 2 only"
+        single["overlap_comm"] = (False, reason)
+    kept = _without_ours(zero, "zero_optimization", _OURS_IN_ZERO, single)
+    for part, least_stage in (("offload_optimizer", 1), ("offload_param", 3)):
+        if part in kept:
+            section = _offload_section(part, kept.pop(part), config, least_stage)
+            kept |= {part: section} if section else {}
     return kept
 
 
 def _offload_section(part: str, section: Any, config: DeepSpeedConfig, least_stage: int) -> dict[str, Any]:
     """Empty where it has nothing offloaded."""
-    name = f"zero_optimization.{part}"
-    _require(section is None or isinstance(section, dict), name, section, "it is an object")
-    kept = {key: value for key, value in (section or {}).items() if value != _AUTO}
+    name, section = f"zero_optimization.{part}", {} if section is None else section
+    kept = _without_ours(section, name, {}, {"ratio": (1, _OF_THE_STEP), "super_offload": (False, _OF_THE_STEP)})
     device, reason = kept.get("device", "none"), f"it needs training.deepspeed.zero_stage >= {least_stage}"
     _require(device == "none" or config.zero_stage >= least_stage, f"{name}.device", device, reason)
     is_asked = getattr(config, part)
     _require(device != "none" or not is_asked, f"{name}.device", device, f"training.deepspeed.{part} is true")
-    for key, whole in (("ratio", 1), ("super_offload", False)):
-        _require(kept.get(key, whole) == whole, f"{name}.{key}", kept.get(key), _OF_THE_STEP)
     return {} if device == "none" else kept
 
 

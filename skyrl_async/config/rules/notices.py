@@ -5,12 +5,12 @@ They would show nowhere else. Settings that contradict each other are refused by
 
 from collections.abc import Iterator
 from dataclasses import fields
-from enum import Enum
 from operator import attrgetter
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from skyrl_async.config.help import value_text
 from skyrl_async.config.rules.algorithm import sequence_settings
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import (
@@ -143,20 +143,12 @@ def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, wi
     for name in names or [field.name for field in fields(section)]:
         value = getattr(section, name)
         if value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
-            yield f"{path}.{name}={_shown(value)} does nothing without {without}"
+            yield f"{path}.{name}={value_text(value)} does nothing without {without}"
 
 
 def _values_of_groups(key: str) -> list[Any]:
     trees = (OmegaConf.create(option.values) for options in GROUPS.values() for option in options.values())
     return [value for tree in trees if (value := OmegaConf.select(tree, key)) is not None]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Enum):
-        return value.name
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def advice(config: Config) -> list[str]:

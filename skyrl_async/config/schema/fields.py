@@ -26,11 +26,11 @@ Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 class Bounds:
     """Which numbers a field holds, by pydantic's names; None: no bound."""
 
-    ge: float | None
-    gt: float | None
-    le: float | None
-    lt: float | None
-    reason: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    reason: str = ""
     """Why; may be empty."""
 
     def hold(self, value: float) -> bool:
@@ -46,17 +46,9 @@ class Bounds:
         return f"in {begin}, {f'{self.lt:g})' if self.le is None else f'{self.le:g}]'}"
 
 
-def bounded(
-    default: Any,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    reason: str = "",
-) -> Any:
-    """A field of a number that has bounds, one of them from below; null is allowed where it is the default."""
-    return field(default=default, metadata={"bounds": Bounds(ge=ge, gt=gt, le=le, lt=lt, reason=reason)})
+def bounded(default: Any, **bounds: Any) -> Any:
+    """A field of a number with ``Bounds``, one of them from below; null is allowed where it is the default."""
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 def check_bounds(section: Any, path: str = "") -> None:

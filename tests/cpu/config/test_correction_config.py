@@ -172,4 +172,4 @@ def test_a_bound_that_does_nothing_is_named() -> None:
     assert idle == f"{PREFIX}.geo_mask_high=1.1 does nothing without sequence_mask_metric=geometric"
     assert idle_settings(config_of("geo_mask_high=1.1", "sequence_mask_metric=geometric")) == []
     (idle,) = idle_settings(config_of(ROLLOUT_IS, "tis_ratio_type=token", "trainer.algorithm.tis_cap=3"))
-    assert idle.startswith(f"trainer.algorithm.tis_cap=3 does nothing without {PREFIX}.tis_ratio_type=null")
+    assert idle.startswith(f"trainer.algorithm.tis_cap=3.0 does nothing without {PREFIX}.tis_ratio_type=null")
