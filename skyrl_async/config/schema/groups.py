@@ -20,26 +20,23 @@ class Option:
     """Keys of the group's node that must then be set by the user."""
 
 
+def _values_of(section: str, key: str, texts: dict[str, str]) -> dict[str, Option]:
+    """A group whose options are the values of one key."""
+    return {name: Option(text=text, values={section: {key: name}}) for name, text in texts.items()}
+
+
 GROUPS: dict[str, dict[str, Option]] = {
-    "task": {
-        "lagged_fibonacci": Option(
-            text="Extend a digit string until a 0 appears: long-tailed answers, made on the spot.",
-            values={"task": {"name": "lagged_fibonacci"}},
-        ),
-        "relay": Option(text="A multi-turn environment, made on the spot.", values={"task": {"name": "relay"}}),
-        "trail": Option(
-            text="Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
-            values={"task": {"name": "trail"}},
-        ),
-        "dataset": Option(
-            text="Your own prompts: task.train_files and task.eval_files.",
-            values={"task": {"name": "dataset"}},
-            required=("train_files",),
-        ),
-        "reasoning_gym": Option(
-            text="A task of reasoning-gym: task.reasoning_gym.dataset.", values={"task": {"name": "reasoning_gym"}}
-        ),
-    },
+    "task": _values_of(
+        "task",
+        "name",
+        {
+            "lagged_fibonacci": "Extend a digit string until a 0 appears: long-tailed answers, made on the spot.",
+            "relay": "A multi-turn environment, made on the spot.",
+            "trail": "Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
+            "dataset": "Your own prompts: task.train_files and task.eval_files.",
+            "reasoning_gym": "A task of reasoning-gym: task.reasoning_gym.dataset.",
+        },
+    ),
     "policy": {
         "tiny": Option(
             text="A Qwen3 of 0.6M parameters, built and warm-started on the spot; learns a built-in task on two CPU cores.",
@@ -73,24 +70,20 @@ GROUPS: dict[str, dict[str, Option]] = {
             values={"engine": {"backend": "deterministic", "device": "cpu"}},
         ),
     },
-    "generator": {
-        "gym": Option(
-            text="skyrl_gym environments over generate(), in process.", values={"generator": {"kind": "gym"}}
-        ),
-        "gym_http": Option(
-            text="skyrl_gym environments over the endpoint.", values={"generator": {"kind": "gym_http"}}
-        ),
-        "agent": Option(
-            text="Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
-            values={"generator": {"kind": "agent"}},
-        ),
-    },
-    "training": {
-        "fsdp": Option(text="FSDP2 on any number of ranks.", values={"training": {"backend": "fsdp"}}),
-        "deepspeed": Option(
-            text="DeepSpeed's ZeRO: training.deepspeed.zero_stage.", values={"training": {"backend": "deepspeed"}}
-        ),
-    },
+    "generator": _values_of(
+        "generator",
+        "kind",
+        {
+            "gym": "skyrl_gym environments over generate(), in process.",
+            "gym_http": "skyrl_gym environments over the endpoint.",
+            "agent": "Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
+        },
+    ),
+    "training": _values_of(
+        "training",
+        "backend",
+        {"fsdp": "FSDP2 on any number of ranks.", "deepspeed": "DeepSpeed's ZeRO: training.deepspeed.zero_stage."},
+    ),
 }
 """Group -> option -> what it sets; the first option is the default."""
 
