@@ -25,8 +25,7 @@ format: ## format, and fix what can be fixed
 	uv run ruff check --fix .
 
 reference: ## write the pages that are made from the code
-	uv run python -m skyrl_async.config.help docs/reference/config.md
-	uv run python -m skyrl_async.config.coming_from docs/coming_from.md
+	uv run python -m tests.cpu.reference_pages
 
 hooks: ## install the pre-commit hooks
 	uvx pre-commit install

@@ -1,25 +1,22 @@
 """The keys of SkyRL, verl and AReaL and ours for the same thing, and what an unknown key may have meant.
 
 The table is ``coming_from.txt``, which says how it is written. A key is guessed only where little else can be meant: no guess is better
-than a wrong one. ``python -m skyrl_async.config.coming_from PAGE`` writes the tables of docs/coming_from.md anew.
+than a wrong one.
 """
 
 import difflib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_async.config.help import REFERENCE_MARK, all_keys, value_text
+from skyrl_async.config.help import all_keys, value_text
 
 OUR_OLD_NAMES = "skyrl_async, before"
 """The system whose keys are those that we renamed."""
@@ -173,59 +170,3 @@ def _rows(system: str, line: str) -> Iterator[Foreign]:
     for name in map(str.strip, names.split(",")):
         keys = (name,) if ours == "=" else tuple(ours.split())
         yield Foreign(system=system, name=name, default=default, ours=keys, values=of_values, note=note)
-
-
-def updated(page: str) -> str:
-    """docs/coming_from.md with its tables written anew."""
-    lines = ["## Defaults that differ under one name", "", "Empty: no key with a default ends in this name.", ""]
-    lines += _differing_defaults()
-    for name, source in sources().items():
-        lines += ["", f"## {name}'s keys", "", f"From {source}.", ""]
-        lines += [f"| {name} | default | here | what differs |", "|---|---|---|---|", *_lines_of(name)]
-    return page.partition(REFERENCE_MARK)[0] + REFERENCE_MARK + "\n" + "\n".join(lines) + "\n"
-
-
-def _differing_defaults() -> Iterator[str]:
-    names = list(sources())
-    yield f"| key | here | {' | '.join(names)} |"
-    yield "|---|---|" + "---|" * len(names)
-    for key, ours in all_keys().items():
-        word, cells, differs = key.rpartition(".")[2], [], False
-        for name in names:
-            rows = (row for row in foreign_keys(name).values() if row.ours == (key,) and row.default)
-            row = next((row for row in rows if row.name.rpartition(".")[2] == word), None)
-            cells.append(f"`{row.default}`" if row else "")
-            differs = differs or (row is not None and not _is_same(row, ours.default))
-        if differs:
-            yield f"| `{key}` | `{ours.default}` | {' | '.join(cells)} |"
-
-
-def _is_same(row: Foreign, ours: str) -> bool:
-    """Whether both defaults are the same value; no list is an empty list."""
-    theirs, here = (yaml_value(text) for text in (row.value_of(row.default) or row.default, ours))
-    return bool(theirs == here or [theirs] == here or (theirs is None and here == []))
-
-
-def _lines_of(system: str) -> Iterator[str]:
-    same = groupby(
-        foreign_keys(system).values(), key=lambda row: (row.default, row.ours, tuple(row.values.items()), row.note)
-    )
-    for _, group in same:
-        rows = list(group)
-        row, names = rows[0], ", ".join(f"`{each.name}`" for each in rows)
-        keys = ["the same" if row.ours == (row.name,) else " ".join(f"`{key}`" for key in row.ours)] if row.ours else []
-        meant = [_meant(theirs, ours) for theirs, ours in row.values.items()]
-        here = "; ".join([*keys, *filter(None, meant)]) or "none"
-        default = f"`{row.default}`" if row.default else ""
-        yield f"| {names} | {default} | {here} | {row.note} |"
-
-
-def _meant(theirs: str, ours: str) -> str:
-    if theirs == "*":
-        return f"otherwise `{ours}`" if ours else "nothing to set"
-    return f"`{theirs}`: `{ours}`" if ours else f"`{theirs}`: nothing to set"
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(updated(path.read_text()))

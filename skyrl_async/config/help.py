@@ -1,24 +1,17 @@
-"""Every key with its type, default and text: for ``--help``, for "did you mean", and for the configuration reference.
+"""Every key with its type, default and text: for ``--help``, for "did you mean", and for the configuration reference."""
 
-``python -m skyrl_async.config.help PAGE`` writes the tables of docs/reference/config.md anew.
-"""
-
-import sys
 import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_async.config.schema.fields import text_of
-from skyrl_async.config.schema.groups import GROUPS, default_option
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 
-REFERENCE_MARK = "<!-- below: make reference -->\n"
-"""What is below it in a page of docs is written from the code."""
 _EXAMPLES = (
     ("the default task and the tiny policy, at most 4 steps stale", "trainer.max_staleness_steps=4"),
     ("the multi-turn task", "task=relay"),
@@ -126,39 +119,20 @@ def help_text(width: int = 100) -> str:
 def _section_lines(section: str, width: int) -> list[str]:
     about = sections().get(section, "")
     lines = [f"{section or 'other keys'}{': ' + about if about else ''}"]
-    for key in _keys_of(section):
-        toy = _toy_values().get(key.name)
+    for key in keys_of(section):
+        toy = toy_values().get(key.name)
         lines.append(f"  {key.name}={key.default}  ({key.type_text}{f'; policy=tiny sets {toy}' if toy else ''})")
         lines += textwrap.wrap(key.text, width, initial_indent="      ", subsequent_indent="      ")
     return lines
 
 
-def _keys_of(section: str) -> list[Key]:
+def keys_of(section: str) -> list[Key]:
     """Keys of a section; of the empty one, those that are in none."""
     return [key for name, key in all_keys().items() if name.rpartition(".")[0].split(".")[0] == section]
 
 
-def updated(page: str) -> str:
-    """docs/reference/config.md with what is below its mark written anew."""
-    lines = ["", "## Groups", "", "| group | option | what it means | what it sets |", "|---|---|---|---|"]
-    for group, options in GROUPS.items():
-        for name, option in options.items():
-            mark = " (default)" if name == default_option(group) else ""
-            values = ", ".join(f"`{key}={value_text(value)}`" for key, value in flat(option.values))
-            lines.append(f"| `{group}` | `{name}`{mark} | {option.text} | {values} |")
-    for section in (*sections(), ""):
-        about = sections().get(section, "")
-        lines += ["", f"## {section or 'Other keys'}", "", *([about, ""] if about else [])]
-        lines += ["| key | values | default | what it does |", "|---|---|---|---|"]
-        for key in _keys_of(section):
-            toy = _toy_values().get(key.name)
-            default = f"`{key.default}`" + (f", `{toy}` with policy=tiny" if toy else "")
-            lines.append(f"| `{key.name}` | {key.type_text} | {default} | {key.text.replace('|', chr(92) + '|')} |")
-    return page.partition(REFERENCE_MARK)[0] + REFERENCE_MARK + "\n".join(lines) + "\n"
-
-
 @cache
-def _toy_values() -> dict[str, str]:
+def toy_values() -> dict[str, str]:
     """What the default policy sets to something else than the schema's default, as one would write it."""
     values = {key: value_text(value) for key, value in flat(GROUPS["policy"]["tiny"].values)}
     return {key: value for key, value in values.items() if value != all_keys()[key].default}
@@ -171,8 +145,3 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(updated(path.read_text()))

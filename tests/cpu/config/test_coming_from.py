@@ -8,12 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_async.config.bash_words import commands_of
-from skyrl_async.config.coming_from import OUR_OLD_NAMES, find, foreign_keys, hint_for, sources, updated, yaml_value
+from skyrl_async.config.coming_from import OUR_OLD_NAMES, find, foreign_keys, hint_for, sources, yaml_value
 from skyrl_async.config.command_line import run_cli
 from skyrl_async.config.from_skyrl import override_text, translated
 from skyrl_async.config.help import all_keys
 from skyrl_async.config.load import compose_config
 from skyrl_async.config.schema.run import Config
+from tests.cpu.reference_pages import coming_from_page
 
 ROOT = Path(__file__).parents[3]
 
@@ -357,4 +358,4 @@ def test_any_text_survives_the_printed_command(value: str) -> None:
 
 def test_the_page_about_other_systems_is_up_to_date() -> None:
     page = (ROOT / "docs/coming_from.md").read_text()
-    assert page == updated(page), "run: make reference"
+    assert page == coming_from_page(page), "run: make reference"

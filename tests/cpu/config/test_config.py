@@ -24,6 +24,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, PolicyError
 from tests.cpu.quick_config import config_of
+from tests.cpu.reference_pages import config_page
 
 ROOT = Path(__file__).parents[3]
 
@@ -577,7 +578,7 @@ def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/config.md").read_text()
-    assert page == config_help.updated(page), "run: make reference"
+    assert page == config_page(page), "run: make reference"
 
 
 def test_wandb_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
