@@ -46,7 +46,7 @@ class Translation:
     defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """The same of what the script leaves at a default that is not ours."""
     num_set: int = 0
-    """Of their keys."""
+    """How many of their keys are set."""
     needless: list[str] = field(default_factory=list)
     """A line for each of their keys that needs no setting here."""
     missing: list[str] = field(default_factory=list)

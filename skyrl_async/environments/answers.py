@@ -27,7 +27,7 @@ from skyrl_async.rewards.sandbox import Limits, require_sandbox
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TURNS = 8
-"""Of environments of several turns, for rows without ``max_turns``."""
+"""Turns of an environment of several turns, for rows without ``max_turns``."""
 _NO_PROGRAM = "no fenced block of Python"
 Extras = dict[str, Any]
 RewardFunction = Callable[[str, Extras], float]

@@ -48,7 +48,7 @@ HASH_SEEDED = frozenset(
 """Datasets whose items depend on Python's hash seed; found by drawing from 105 of 0.1.25 under two."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LIMITS = Limits(cpu_s=5, wall_s=30.0, memory_mb=2048)
-"""Of one score. An answer that needs more scores nothing."""
+"""Limits of the computation of one score. An answer that needs more scores nothing."""
 _warned: set[str] = set()
 """Datasets that a warning has already named."""
 

@@ -69,7 +69,7 @@ class PlannedGroup:
     stages: tuple[str, ...]
     num_devices: int
     sizes: Mapping[str, StageSize]
-    """Of the stages with actors of their own."""
+    """Stage with actors of its own -> their sizes."""
 
     @property
     def label(self) -> str:
@@ -147,18 +147,20 @@ def check_groups(placement: PlacementConfig, needed: Collection[str]) -> None:
             require(value is None, f"placement.{key}", "null without placement.groups", value)
         return
     _check_stages(groups, needed)
-    if (placement.ratios is None) == (placement.devices is None):
-        found = "neither" if placement.ratios is None else "both"
+    given = {key: numbers for key in ("ratios", "devices") if (numbers := getattr(placement, key)) is not None}
+    if len(given) != 1:
+        found = "both" if given else "neither"
         raise ConfigError(
             f"placement.ratios or placement.devices must be set with placement.groups, one of them, got {found}"
         )
-    for key, found_list in (("ratios", placement.ratios), ("devices", placement.devices)):
-        if found_list is not None and len(found_list) != len(groups):
-            raise ConfigError(
-                f"placement.{key} must have one entry for each of the {len(groups)} groups of placement.groups, got "
-                f"{_list(found_list)}"
-            )
-    _check_numbers(placement)
+    ((key, numbers),) = given.items()
+    if len(numbers) != len(groups):
+        expected = f"one entry for each of the {len(groups)} groups of placement.groups"
+        raise ConfigError(f"placement.{key} must have {expected}, got {_list(numbers)}")
+    require(all(number > 0 for number in numbers), f"placement.{key}", "> 0 each", _list(numbers))
+    total = math.fsum(numbers)
+    if key == "ratios" and abs(total - 1) > _RATIO_TOLERANCE:
+        raise ConfigError(f"placement.ratios must sum to 1, got {_list(numbers)}, which sum to {total:g}")
 
 
 def _check_stages(groups: Sequence[Sequence[str]], needed: Collection[str]) -> None:
@@ -182,18 +184,6 @@ def _check_stages(groups: Sequence[Sequence[str]], needed: Collection[str]) -> N
             f"placement.groups must place {' and '.join(missing)}, which this run needs, got {written}: add "
             f"{', '.join(f'[{stage}]' for stage in missing)}, or name it in a group to share its devices"
         )
-
-
-def _check_numbers(placement: PlacementConfig) -> None:
-    if placement.ratios is not None:
-        ratios = _list(placement.ratios)
-        require(all(ratio > 0 for ratio in placement.ratios), "placement.ratios", "> 0 each", ratios)
-        total = math.fsum(placement.ratios)
-        if not abs(total - 1) <= _RATIO_TOLERANCE:
-            raise ConfigError(f"placement.ratios must sum to 1, got {ratios}, which sum to {total:g}")
-    if placement.devices is not None:
-        devices = _list(placement.devices)
-        require(all(number >= 1 for number in placement.devices), "placement.devices", ">= 1 each", devices)
 
 
 def resolve(

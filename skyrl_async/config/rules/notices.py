@@ -44,7 +44,7 @@ _IN_THE_REWARD = {
 
 
 def idle_settings(config: Config) -> list[str]:
-    """Of all keys that differ from their defaults, and from what a group sets."""
+    """A sentence for each setting that nothing reads; those at their default, or at what a group sets, are left out."""
     algorithm = config.trainer.algorithm
     of_algorithm = (*_of_algorithm(config), *_of_losses(algorithm), *_of_corrections(algorithm))
     needs = (*of_algorithm, *_of_policy(config), *_of_processes(config))

@@ -131,7 +131,7 @@ def test_ratios_hand_out_every_device_and_miss_none_by_more_than_one(parts: list
         ),
         ({"groups": [["policy"], ["generate"]], "ratios": [1.5, -0.5]}, "placement.ratios must be > 0 each"),
         ({"groups": [["policy"], ["generate"]], "ratios": [float("nan"), 0.5]}, "placement.ratios must be > 0 each"),
-        ({"groups": [["policy"], ["generate"]], "devices": [4, 0]}, "placement.devices must be >= 1 each"),
+        ({"groups": [["policy"], ["generate"]], "devices": [4, 0]}, "placement.devices must be > 0 each"),
         (
             {"groups": [["policy"], ["generate"]], "devices": [8, 1]},
             r"must sum to at most the 8 GPUs of the cluster, got \[8,1\], which sum to 9: give groups less$",
