@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
-from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
-from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
@@ -62,8 +59,7 @@ def without_secrets(config: Config) -> dict[str, Any]:
 
 def _plain(config: Config) -> dict[str, Any]:
     """Plain values, enums by name. Not by omegaconf, which would look for other keys in a text with ``${``."""
-    plain: dict[str, Any] = _mapped(asdict(config), lambda leaf: leaf.name if isinstance(leaf, Enum) else leaf)
-    return plain
+    return asdict(config, dict_factory=lambda pairs: {k: v.name if isinstance(v, Enum) else v for k, v in pairs})
 
 
 def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictConfig:
@@ -87,7 +83,7 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
             _set_leaves(tree, section, below, mistakes, f"--config {file}: ")
     for override in parsed:
         key = str(override.key_or_group)
-        value = _with_text(key, override.value(), _as_written(str(override.input_line)))
+        value = _with_text(key, override.value(), _as_written(str(override.input_line).partition("=")[2]))
         _set_leaves(tree, key, value, mistakes)
     if mistakes:
         lines = [f"{len(mistakes)} settings are wrong:", *mistakes]
@@ -163,28 +159,19 @@ def _checked_choice(override: Override, file: Path | None) -> str:
     return name
 
 
-class _AsWritten(HydraOverrideVisitor):
-    """Takes numbers, true and false for the text that they are."""
-
-    def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
-        value = super().visitPrimitive(ctx)
-        return ctx.getText().strip() if isinstance(value, int | float) else value
-
-    def visitFunction(self, ctx: OverrideParser.FunctionContext) -> Any:
-        return HydraOverrideVisitor(self.functions).visitFunction(ctx)
-
-
 def _as_written(text: str) -> Any:
-    """The value of an override that can be read, all of it text."""
-    parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text))))
-    return _AsWritten(create_functions()).visit(parser.override()).value()
+    """The values in a text, numbers and words like true too as the text that they are; None where it is no yaml."""
+    try:
+        return yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError:
+        return None
 
 
 def _with_text(key: str, value: Any, written: Any) -> Any:
     """``value``, but below keys that hold text as it is ``written``: 1e3 is not 1000.0, nor true True."""
     if isinstance(value, dict) and isinstance(written, dict):
         return {name: _with_text(f"{key}.{name}", below, written.get(name)) for name, below in value.items()}
-    if isinstance(value, list) and isinstance(written, list):
+    if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
         return [_with_text(key, below, text) for below, text in zip(value, written, strict=True)]
     is_text = key in all_keys() and "text" in all_keys()[key].type_text
     return written if is_text and isinstance(value, int | float) and isinstance(written, str) else value
@@ -254,7 +241,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     """The sections of a yaml file."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file))
-        written = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # which takes all for text
+        written = _as_written(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file} cannot be read: {error.strerror}; give a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
