@@ -16,7 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_async.config.help import all_keys, value_text
+from skyrl_async.config.help import all_keys
+from skyrl_async.config.schema.fields import value_text
 
 OUR_OLD_NAMES = "skyrl_async, before"
 """The system whose keys are those that we renamed."""

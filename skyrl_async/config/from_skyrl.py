@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from skyrl_async.config.bash_words import Command, commands_of
 from skyrl_async.config.coming_from import Foreign, find, foreign_keys, yaml_value
-from skyrl_async.config.help import all_keys, value_text
+from skyrl_async.config.help import all_keys
 from skyrl_async.config.load import built, load, merged, quoted, set_value
 from skyrl_async.config.rules.notices import idle_settings
+from skyrl_async.config.schema.fields import value_text
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
 

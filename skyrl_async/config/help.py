@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from skyrl_async.config.schema.fields import text_of
+from skyrl_async.config.schema.fields import text_of, value_text
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 
@@ -78,17 +78,6 @@ def type_text(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return " or ".join(member.name for member in hint)
     return {str: "text", bool: "true or false", int: "integer", float: "number"}.get(hint, str(hint))
-
-
-def value_text(value: Any) -> str:
-    """A value as one would write it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Enum):
-        return value.name
-    return str(value)
 
 
 def help_text(width: int = 100) -> str:

@@ -82,8 +82,7 @@ class ModelledPolicy:
 
     async def save(self, directory: Path) -> None:
         """Write an empty file, so that a checkpoint has something to lose."""
-        directory.mkdir(parents=True)
-        (directory / "model").touch()
+        _write_empty_file(directory / "model")
 
     def checkpoint_written(self, directory: Path) -> None:
         """Nothing to note: no worker of it dies."""
@@ -142,3 +141,8 @@ class ModelledGenerator:
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             num_aborts=completion.num_aborts,
         )
+
+
+def _write_empty_file(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("")

@@ -8,7 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 from skyrl_async.config.coming_from import Foreign, foreign_keys, sources, yaml_value
-from skyrl_async.config.help import all_keys, flat, keys_of, sections, toy_values, value_text
+from skyrl_async.config.help import all_keys, flat, keys_of, sections, toy_values
+from skyrl_async.config.schema.fields import value_text
 from skyrl_async.config.schema.groups import GROUPS, default_option
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from skyrl_async.config.help import value_text
 from skyrl_async.config.rules.algorithm import sequence_settings
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import (
@@ -23,7 +22,7 @@ from skyrl_async.config.schema.algorithm import (
     TisRatioType,
 )
 from skyrl_async.config.schema.engine import EngineBackend
-from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.schema.fields import Device, value_text
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config

@@ -74,6 +74,17 @@ def check_heartbeat(section: str, interval_s: float, timeout_s: float) -> None:
     require(timeout_s >= interval_s, f"{section}.heartbeat_timeout_s", expected, timeout_s)
 
 
+def value_text(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    return str(value)
+
+
 def text_of(section: type, name: str) -> str:
     """The docstring under a field of a configuration class."""
     return _texts(section.__module__)[section.__name__, name]
