@@ -50,7 +50,7 @@ async def published(policy: InProcessPolicy, version: int, directory: Path) -> T
     """All weights of a version as they would be sent: bytes, shape (num_bytes,)."""
     await policy.gather_weights(version)
     update = await policy.send_weights(version, directory / str(version), 64 << 20)
-    return torch.cat([taken_bytes(Path(chunk["path"])) for chunk in update.chunks])
+    return taken_bytes(Path(update.path))
 
 
 def taken_bytes(path: Path) -> Tensor:

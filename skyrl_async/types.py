@@ -301,15 +301,18 @@ class WeightUpdate:
     """One complete set of weights, stored where the engines can load it."""
 
     version: int
-    chunks: tuple[dict[str, Any], ...]
-    """One ``update_info`` per bucket, in the form of vLLM's weight-transfer backend. An adapter is one chunk: the files of a peft
-    directory, ``path`` and ``config_path``."""
+    path: str
+    """Safetensors file; that of an adapter lies in a peft directory. It may be deleted once the update is loaded."""
     manifest: dict[str, tuple[str, tuple[int, ...]]]
     """Hugging Face parameter name (peft's for an adapter) -> (dtype name such as ``float32``, shape)."""
     num_bytes: int
     adapter: Adapter | None = None
     """The adapter that is sent; engines keep their base weights. None: all weights are sent."""
     crc32: int | None = None
-    """Checksum of the chunks' files (``path``), concatenated in order; None: unknown."""
+    """Checksum of the file; None: unknown."""
     is_compared: bool = False
-    """Whether an engine checks the files' ``crc32`` before loading. Not in a publish, because that would lengthen the pause."""
+    """Whether an engine checks the file's ``crc32`` before loading. Not in a publish, because that would lengthen the pause."""
+    load_bucket_bytes: int = 512 << 20
+    """Most bytes of the file that an engine gives to its model, or keeps mapped, at a time; a larger tensor goes alone."""
+    shared: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Copies of the tensors on devices, readable until the update is loaded: ``shared_tensor.device_key`` -> name -> handle."""

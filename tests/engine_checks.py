@@ -51,22 +51,18 @@ def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
     return directory
 
 
-def make_update(policy_dir: Path, directory: Path, version: int, num_files: int = 2) -> WeightUpdate:
-    """The policy's weights in one file, as the trainer sends them, or in several, whose borders fall inside of fused layers."""
+def make_update(policy_dir: Path, directory: Path, version: int) -> WeightUpdate:
+    """The policy's weights in one file, as the trainer sends them; the borders of load buckets fall inside of fused layers."""
     weights = load_file(policy_dir / "model.safetensors")
-    names = sorted(weights)
     directory.mkdir(exist_ok=True)
-    chunks = []
-    for i in range(num_files):
-        part = names[i::num_files]
-        path = directory / f"{version}-{i}.safetensors"
-        save_file({name: weights[name] for name in part}, path)
-        chunks.append({"path": str(path)})
+    path = directory / f"{version}.safetensors"
+    save_file(weights, path)
     return WeightUpdate(
         version=version,
-        chunks=tuple(chunks),
+        path=str(path),
         manifest={name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()},
         num_bytes=sum(tensor.nbytes for tensor in weights.values()),
+        load_bucket_bytes=1,
     )
 
 
@@ -96,7 +92,7 @@ def make_adapter_update(
     save_file(tensors, path)
     return WeightUpdate(
         version=version,
-        chunks=({"path": str(path), "config_path": str(directory / "adapter_config.json")},),
+        path=str(path),
         manifest={name: ("float32", tuple(tensor.shape)) for name, tensor in tensors.items()},
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         adapter=adapter,
@@ -106,7 +102,7 @@ def make_adapter_update(
 def make_merged_policy(policy_dir: Path, update: WeightUpdate, directory: Path) -> Path:
     """The policy with the update's adapter in its weights, by peft."""
     base = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, Path(update.chunks[0]["path"]).parent)
+    model = PeftModel.from_pretrained(base, Path(update.path).parent)
     model.merge_and_unload().save_pretrained(directory)
     return directory
 

@@ -115,7 +115,7 @@ def published(directory: Path, tensors: dict[str, Tensor]) -> Path:
     """A file as rank 0 of the policy publishes it."""
     staging = Staging()
     staging.copy(1, tensors.items(), serve_dtype=torch.float32)
-    return Path(staging.write(1, directory, 1 << 20).chunks[0]["path"])
+    return Path(staging.write(1, directory, 1 << 20).path)
 
 
 def assert_what_is_sent_arrives(sender: WeightSender, receivers: Sequence[Receiver], directory: Path) -> None:

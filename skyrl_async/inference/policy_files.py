@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.formats import TORCH_NAMES, adapted_layers, crc32_of_file, tensor_names
+from skyrl_async.weights.formats import CONFIG_FILE, TORCH_NAMES, adapted_layers, crc32_of_file, tensor_names
 
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
@@ -122,7 +122,7 @@ class UpdateValidator:
         self._dtypes: dict[str, str] | None = None
 
     def check(self, update: WeightUpdate) -> None:
-        """Raise ``PublishError`` unless names and shapes are the policy's, and the files contain what the manifest says."""
+        """Raise ``PublishError`` unless names and shapes are the policy's, and the file contains what the manifest says."""
         self._require_kind(update)
         version, shapes = update.version, _shapes(update.manifest)
         expected = self._adapter_shapes(update) if self._adapter_rank else self._shapes or shapes
@@ -136,14 +136,11 @@ class UpdateValidator:
                 f"weight update {version} has dtype {unknown[0]!r}; expected one of {sorted(TORCH_NAMES.values())}"
             )
         require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, version)
-        sent: Manifest = {}
-        for chunk in update.chunks:
-            sent.update(_chunk_manifest(chunk, version))
-        require_same("the chunks", sent, update.manifest, version)
+        require_same("the file", _sent_manifest(update), update.manifest, version)
         if update.adapter is not None:
-            path = update.chunks[0]["config_path"]
+            path = Path(update.path).with_name(CONFIG_FILE)
             found = {"r": update.adapter.rank, "lora_alpha": update.adapter.alpha}
-            require_same(path, _described(path, version), found, version)
+            require_same(str(path), _described(path, version), found, version)
 
     def accept(self, update: WeightUpdate) -> None:
         """Require the names and dtypes of this update of later ones."""
@@ -208,35 +205,31 @@ def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, 
 
 
 def require_as_sent(update: WeightUpdate) -> None:
-    """Raise ``PublishError`` if the files' checksum is to be compared and is not the one sent."""
+    """Raise ``PublishError`` if the file's checksum is to be compared and is not the one sent."""
     if not update.is_compared or update.crc32 is None:
         return
-    found, paths = 0, [Path(chunk["path"]) for chunk in update.chunks]
     try:
-        for path in paths:
-            found = crc32_of_file(path, found)
+        found = crc32_of_file(Path(update.path))
     except OSError as error:
-        raise PublishError(f"weight update {update.version}: {error.filename} cannot be read: {error}") from error
+        raise PublishError(f"weight update {update.version}: {update.path} cannot be read: {error}") from error
     if found != update.crc32:
         raise PublishError(
-            f"weight update {update.version}: {', '.join(map(str, paths))} has the checksum {found:08x}, and {update.crc32:08x} was sent"
+            f"weight update {update.version}: {update.path} has the checksum {found:08x}, and {update.crc32:08x} was sent"
         )
 
 
-def _chunk_manifest(chunk: dict[str, Any], version: int) -> Manifest:
-    """Manifest of one chunk, a safetensors file (``path``). Raises ``PublishError`` if it is none, or incomplete."""
-    if "path" not in chunk:
-        raise PublishError(f"weight update {version}: a chunk with keys {sorted(chunk)} is no file (path)")
+def _sent_manifest(update: WeightUpdate) -> Manifest:
+    """Manifest of an update's file. Raises ``PublishError`` if it is no safetensors file, or incomplete."""
     try:
-        return _read_header(Path(chunk["path"]))
+        return _read_header(Path(update.path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PublishError(f"weight update {version}: {chunk['path']} cannot be read: {error}") from error
+        raise PublishError(f"weight update {update.version}: {update.path} cannot be read: {error}") from error
 
 
-def _described(config_path: str, version: int) -> dict[str, object]:
+def _described(config_path: Path, version: int) -> dict[str, object]:
     """Rank and alpha in peft's file."""
     try:
-        content = json.loads(Path(config_path).read_text())
+        content = json.loads(config_path.read_text())
         return {key: content.get(key) for key in ("r", "lora_alpha")}
     except (OSError, ValueError) as error:
         raise PublishError(f"weight update {version}: {config_path} cannot be read: {error}") from error

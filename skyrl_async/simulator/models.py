@@ -78,7 +78,7 @@ class ModelledPolicy:
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """An update without tensors."""
         await asyncio.sleep(self._send_seconds)
-        return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+        return WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
 
     async def save(self, directory: Path) -> None:
         """Write an empty file, so that a checkpoint has something to lose."""

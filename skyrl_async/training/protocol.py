@@ -1,17 +1,12 @@
-"""The two seams of training: ``Policy`` for the trainer, ``TrainingBackend`` inside a rank's process.
+"""The seam of training: the policy, as the trainer and the publisher use it. Groups, staleness and engines are unknown here."""
 
-Neither knows groups, staleness or engines.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
-    import torch
-
     from skyrl_async.weights.transfer_group import GroupPlace
 
 
@@ -122,56 +117,3 @@ async def export_weights(policy: Policy, version: int, directory: Path, bucket_b
     """Gather the current weights and write them under ``directory``."""
     await policy.gather_weights(version)
     return await policy.send_weights(version, directory, bucket_bytes)
-
-
-class TrainingBackend(Protocol):
-    """A model and its optimizer in one rank's process. Every method is collective over the ranks."""
-
-    def build(self, model: "torch.nn.Module") -> "torch.nn.Module":
-        """Shard ``model`` (on CPU, float32) and make its optimizer and scheduler; returns the module to call for a forward."""
-        ...
-
-    def backward(self, loss: "torch.Tensor", *, is_last: bool) -> None:
-        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed, not averaged, over the ranks."""
-        ...
-
-    def step(self, denominator: float) -> float:
-        """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping.
-
-        Raises ``TrainingError`` if the norm is not finite. Nothing is applied then.
-        """
-        ...
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps made on the weights, those before a checkpoint included."""
-        ...
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape by Hugging Face name."""
-        ...
-
-    def iter_full_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
-        ...
-
-    def iter_trained_params(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``skyrl_async.weights.formats``)."""
-        ...
-
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and scheduler."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote."""
-        ...
-
-    def close(self) -> None:
-        """Leave the process group."""
-        ...

@@ -88,12 +88,12 @@ class WeightBroadcast:
         Dead engines are removed from the list and passed to ``on_death``. Of the files received before, engines keep only ``keep``.
         Raises ``PublishError`` if the broadcast breaks off in a new group although no engine died.
         """
-        path, kept = _path_of(update), {_path_of(keep)} if keep is not None else set()
+        kept = set() if keep is None else {keep.path}
         while receivers := [
             engine
             for engine in engines
             if isinstance(engine, ReceivingEngine) and self.must_receive(engine)
-            if path not in self._held.get(engine, ())
+            if update.path not in self._held.get(engine, ())
         ]:
             outcome = await self._broadcast(receivers, update, kept)
             for engine in [engine for engine in receivers if engine.name in outcome.deaths]:
@@ -120,7 +120,7 @@ class WeightBroadcast:
                 for engine in receivers
             }
             try:
-                await self.policy.broadcast_weights(Path(_path_of(update)), self.bucket_bytes)
+                await self.policy.broadcast_weights(Path(update.path), self.bucket_bytes)
             except WeightsTransferError as error:
                 outcome.failures.append(error)
             wait_s = self.timeout_s + _GRACE_S
@@ -154,17 +154,12 @@ class WeightBroadcast:
         before = self._held.pop(engine, set())
         try:
             await engine.receive_weights(update, kept)
-            self._held[engine] = {_path_of(update)} | before & set(kept)
+            self._held[engine] = {update.path} | before & set(kept)
         except EngineDeadError as error:
             outcome.deaths[engine.name] = error
         except PublishError as error:
             self._held[engine] = before & set(kept)
             outcome.failures.append(error)
-
-
-def _path_of(update: WeightUpdate) -> str:
-    (chunk,) = update.chunks
-    return str(chunk["path"])
 
 
 @asynccontextmanager
@@ -180,8 +175,7 @@ def from_devices(policy: SendingPolicy) -> ShareWeights:
     async def share(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
         try:
             shared = await policy.share_weights(update.version)
-            (chunk,) = update.chunks
-            yield replace(update, chunks=(chunk | {"shared": shared},)) if shared else update
+            yield replace(update, shared=shared)
         finally:
             await policy.unshare_weights()
 

@@ -378,9 +378,7 @@ class WeightPublisher:
                     f"version {version} cannot be sent ({error}); {what_serves(self._served_version)}"
                 ) from error
             raise
-        limit = {"load_bucket_bytes": self.load_bucket_bytes}
-        chunks = tuple(chunk | limit if "path" in chunk else chunk for chunk in update.chunks)
-        return replace(update, chunks=chunks), directory
+        return replace(update, load_bucket_bytes=self.load_bucket_bytes), directory
 
     def _drop_sent(self) -> None:
         """Delete the version that was sent and not loaded, if there is one."""

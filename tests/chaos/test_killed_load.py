@@ -24,7 +24,7 @@ HALTING = {"worker_extension_cls": "tests.chaos.halting.HaltingExtension"}
 
 
 class OfFiles(ModelledPolicy):
-    """Its versions are policies on disk, each sent in two chunks."""
+    """Its versions are policies on disk, each sent in one file."""
 
     def __init__(self, versions: dict[int, Path]) -> None:
         super().__init__()
@@ -59,6 +59,7 @@ async def test_contract_6_an_engine_killed_with_half_of_a_version_loaded_serves_
         policy=OfFiles({1: first, 2: second}),
         directory=tmp_path / "buckets",
         bucket_bytes=1,
+        load_bucket_bytes=1,
         pause_mode=PauseMode.ABORT,
         trace=Trace(None, asyncio.get_running_loop().time),
     )
@@ -73,7 +74,7 @@ async def test_contract_6_an_engine_killed_with_half_of_a_version_loaded_serves_
         await wait_for_blocks(victim, 8)
         publishing = tasks.create_task(publisher.publish(2))
         said = await asyncio.to_thread((tmp_path / "buckets" / HALT).read_text)
-        assert said == "one chunk is loaded" and not publishing.done()
+        assert said == "one bucket is loaded" and not publishing.done()
         core.kill()
     assert publishing.result().version == 2
     assert client.engines == (other,) and client.statistics()["engine_failures_total"] == 1

@@ -37,7 +37,7 @@ class ReceivingEngine(ModelledEngine):
         await asyncio.to_thread(self.receiver.connect, GroupPlace(**init_info), rank)
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
-        self.receiver.begin(Path(update.chunks[0]["path"]))
+        self.receiver.begin(Path(update.path))
         try:
             own = await asyncio.to_thread(self.receiver.answer)
         except RuntimeError as error:
@@ -78,7 +78,7 @@ async def test_new_workers_send_the_file_that_dead_ones_wrote(ray_session: None,
             if version == 2:
                 await kill()
                 engines[1].receiver.go_on()
-        content = await asyncio.to_thread(Path(update.chunks[0]["path"]).read_bytes)
+        content = await asyncio.to_thread(Path(update.path).read_bytes)
         assert [engine.received == content for engine in engines] == [True, True]
     assert policy.num_restarts in (1, 2), "all may be on its way when rank 0 dies"
     for engine in engines:

@@ -129,7 +129,7 @@ async def train(
 async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:
     """As the engines would get them."""
     update = await export_weights(policy, 0, directory, 1 << 30)
-    return load_file(update.chunks[0]["path"])
+    return load_file(update.path)
 
 
 def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: float = 0.0) -> None:

@@ -170,7 +170,7 @@ class DeterministicEngine:
         self._raise_if_dead()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """``InferenceEngine.load_weights``; chunks are safetensors files. Adapters are merged into the weights."""
+        """``InferenceEngine.load_weights``; adapters are merged into the weights."""
         self._raise_if_dead()
         if self._pause_mode is None:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
@@ -180,9 +180,8 @@ class DeterministicEngine:
             self._adapters.load(update)
         else:
             parameters = self._model.state_dict()
-            for chunk in update.chunks:
-                for name, tensor in load_file(chunk["path"]).items():
-                    parameters[name].copy_(tensor)
+            for name, tensor in load_file(update.path).items():
+                parameters[name].copy_(tensor)
         self._validator.accept(update)
         self._num_loads += 1
         self._version = update.version

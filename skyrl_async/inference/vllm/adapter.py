@@ -79,8 +79,11 @@ class AdapterSlot:
             self._known = frozenset(names)
         return left_out
 
-    def as_directory(self, update: WeightUpdate, path: str, *, base: str) -> dict[str, str]:
-        """The chunk of a received update, with the tensors at ``path``, as a directory that vLLM loads. It replaces the one before."""
+    def as_directory(self, update: WeightUpdate, path: str, *, base: str) -> str:
+        """Put a received update, with the tensors at ``path``, into a directory that vLLM loads, in place of the one before.
+
+        Returns the path of the tensors there.
+        """
         assert update.adapter is not None
         if self._received is None:
             self._received = tempfile.TemporaryDirectory(prefix="skyrl_async-adapter-")
@@ -88,14 +91,13 @@ class AdapterSlot:
         weights.unlink(missing_ok=True)
         weights.symlink_to(path)
         config.write_text(peft_config(update.adapter, adapted_layers(update.manifest), base=base))
-        return {"path": str(weights), "config_path": str(config)}
+        return str(weights)
 
     async def load(self, update: WeightUpdate) -> None:
         """Replace the adapter on every worker."""
         from vllm.lora.request import LoRARequest
 
-        (chunk,) = update.chunks
-        directory = str(Path(chunk["path"]).parent)
+        directory = str(Path(update.path).parent)
         if not await self._llm.add_lora(LoRARequest(_NAME, _ID, directory, load_inplace=True)):
             raise PublishError(f"vLLM did not load the adapter in {directory}")
 
@@ -122,8 +124,7 @@ class MergedAdapters:
     def load(self, update: WeightUpdate) -> None:
         """Merge a checked adapter in the place of the one before."""
         assert update.adapter is not None
-        (chunk,) = update.chunks
-        tensors = load_file(chunk["path"])
+        tensors = load_file(update.path)
         for layer in adapted_layers(update.manifest):
             weight = self._parameters[f"{layer}.weight"]
             base = self._base_weights.setdefault(layer, weight.clone())

@@ -179,8 +179,7 @@ class VLLMEngine:
         Files received before are dropped unless in ``keep``, by the trainer's paths. Raises ``PublishError`` if the broadcast breaks off;
         then a new group must be connected.
         """
-        (chunk,) = update.chunks
-        source = str(chunk["path"])
+        source = update.path
         self._received = {path: own for path, own in self._received.items() if path in keep and path != source}
         with outcome_socket() as outcomes:
             arguments = (source, sorted(keep), outcomes.getsockname())
@@ -195,29 +194,27 @@ class VLLMEngine:
         self._received[source] = next(path for path in paths if path is not None)
 
     def _as_received(self, update: WeightUpdate) -> WeightUpdate:
-        """The update with the paths of received copies instead of the trainer's."""
-
-        def own(chunk: dict[str, Any]) -> dict[str, Any]:
-            path = self._received.get(chunk.get("path", ""))
-            if path is None:
-                return chunk
-            if self._adapter is not None and update.adapter is not None:
-                return self._adapter.as_directory(update, path, base=self._config.policy_dir)
-            return chunk | {"path": path}
-
-        return replace(update, chunks=tuple(map(own, update.chunks)))
+        """The update with the path of the received copy instead of the trainer's."""
+        path = self._received.get(update.path)
+        if path is None:
+            return update
+        if self._adapter is not None and update.adapter is not None:
+            path = self._adapter.as_directory(update, path, base=self._config.policy_dir)
+        return replace(update, path=path)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.stage_weights``. Only all weights, on a CPU, are prepared."""
         if self._config.device != "cpu" or self._adapter is not None:
             return
-        for chunk in self._as_received(update).chunks:
-            with outcome_socket() as outcomes:
-                await self._on_workers("stage weights", "stage_weights", chunk, outcomes.getsockname())
-                num_workers = self._config.tensor_parallel_size
-                failed = await self._control("stage weights", first_failure, outcomes, num_workers)
-            if failed is not None:
-                raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
+        path = self._as_received(update).path
+        with outcome_socket() as outcomes:
+            await self._on_workers(
+                "stage weights", "stage_weights", path, update.load_bucket_bytes, outcomes.getsockname()
+            )
+            num_workers = self._config.tensor_parallel_size
+            failed = await self._control("stage weights", first_failure, outcomes, num_workers)
+        if failed is not None:
+            raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``."""
@@ -271,7 +268,8 @@ class VLLMEngine:
         if self._adapter is not None:
             loading = self._adapter.load(update)
         else:
-            loading = self._llm.collective_rpc("load_update", args=(list(update.chunks),))
+            arguments = (update.path, update.load_bucket_bytes, update.shared)
+            loading = self._llm.collective_rpc("load_update", args=arguments)
         await run_together(  # in this order, without a round trip between them: the engine is paused
             {
                 "load": loading,

@@ -5,7 +5,7 @@
     shared (CUDA): the trainer's copies on this device ───────────────────────────┤
     load_update ──────────────────────────────────────────────────────────────> swap, or vLLM's reload
 
-An update has one safetensors file per chunk, in memory or on disk. Each worker imports this module (``worker_extension_cls``), which asks
+An update is one safetensors file, in memory or on disk. Each worker imports this module (``worker_extension_cls``), which asks
 the kernel for the CPU's matrix tiles. Versions and pauses are unknown here: nothing may run in the engine during ``load_update``.
 """
 
@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,17 +45,13 @@ from skyrl_async.weights.transfer_group import GroupPlace
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LOAD_BUCKET_BYTES = 512 << 20
+Handles = dict[str, dict[str, Any]]
+"""Name -> handle for ``shared_tensor.opened``."""
 _NUM_PROBE_ROWS = 64
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: methods for ``collective_rpc``.
-
-    A chunk of an update is a dict. ``path``: a safetensors file under Hugging Face names, which may be deleted once it is loaded.
-    ``load_bucket_bytes``: most bytes of it given to the model, or kept mapped, at a time; only a single larger tensor exceeds it.
-    ``shared``, if any: ``shared_tensor.device_key`` -> name -> handle of its tensors on devices, readable until the update is loaded.
-    """
+    """Mixed into vLLM's worker: methods for ``collective_rpc``. ``types.WeightUpdate`` describes the values of an update."""
 
     _receiver: WeightReceiver | None = None
     _staged: "tuple[str, _Twin] | None" = None
@@ -83,7 +79,7 @@ class WorkerExtension:
         threading.Thread(target=run_and_report, args=(fill, report_to), name="receiving", daemon=True).start()
         return path
 
-    def stage_weights(self, chunk: dict[str, Any], report_to: str) -> None:
+    def stage_weights(self, path: str, load_bucket_bytes: int, report_to: str) -> None:
         """Load a file into a twin of the model in a thread. The outcome is reported to ``report_to``.
 
         A model with more than plain layers stages nothing.
@@ -96,15 +92,15 @@ class WorkerExtension:
                 return
             twin = _Twin(model)
             with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-                twin.load(_buckets(chunk))
-            self._staged = chunk["path"], twin
+                twin.load(mapped_buckets(path, load_bucket_bytes))
+            self._staged = path, twin
 
         threading.Thread(target=run_and_report, args=(stage, report_to), name="staging", daemon=True).start()
 
-    def load_update(self, chunks: list[dict[str, Any]]) -> None:
-        """Load a whole update in one call, since each would cost a round trip inside the pause: staged weights, or as at boot."""
+    def load_update(self, path: str, load_bucket_bytes: int, shared: Mapping[str, Handles]) -> None:
+        """Load an update: staged weights, or as at boot through the model's own loader, so that fused and sharded layers are as then."""
         staged, self._staged = self._staged, None
-        if staged is not None and [staged[0]] == [chunk["path"] for chunk in chunks]:
+        if staged is not None and staged[0] == path:
             old = staged[1].swap()
             threading.Thread(target=old.clear, name="freeing", daemon=True).start()  # takes longer than the swap
             return
@@ -112,33 +108,26 @@ class WorkerExtension:
             initialize_layerwise_reload(
                 self._model()
             )  # every layer gets back the parameters it had before it was packed
-            for chunk in chunks:
-                self.load_chunk(chunk)
+            on_device = self._opened(shared, path) if shared else None
+            for bucket in mapped_buckets(path, load_bucket_bytes) if on_device is None else [on_device]:
+                self._model().load_weights(bucket)
             finalize_layerwise_reload(self._model(), self.model_config)  # type: ignore[attr-defined]
             if current_platform.is_cpu():
                 _repack_shared_weights(self._model())
             else:
                 torch.accelerator.synchronize()  # from here on nothing reads the trainer's shared tensors
 
-    def load_chunk(self, chunk: dict[str, Any]) -> None:
-        """Give one chunk to the model's own loader, so that fused and sharded layers are as at boot."""
-        shared = self._opened(chunk)
-        for bucket in _buckets(chunk) if shared is None else [shared]:
-            self._model().load_weights(bucket)
-
-    def _opened(self, chunk: dict[str, Any]) -> Bucket | None:
+    def _opened(self, shared: Mapping[str, Handles], path: str) -> Bucket | None:
         """The tensors that the trainer shares on this device; None: read them from the file."""
-        if chunk.get("shared") is None:
-            return None
         device = self.device  # type: ignore[attr-defined]
         try:
-            handles = chunk["shared"].get(device_key(device))
+            handles = shared.get(device_key(device))
             if handles is not None:
                 return [(name, opened(handle, device)) for name, handle in handles.items()]
             reason = "no policy worker runs on this device"
         except (RuntimeError, OSError) as error:
             reason = f"what is shared on this device cannot be opened ({error})"
-        logger.warning("%s: the weights are loaded from %s instead", reason, chunk["path"])
+        logger.warning("%s: the weights are loaded from %s instead", reason, path)
         return None
 
     def _model(self) -> Any:
@@ -188,10 +177,6 @@ def _input_width(module: torch.nn.Module) -> int:
     """Columns of the weight of a linear layer whose unpacked weight is gone."""
     width = getattr(module, "input_size_per_partition", None)
     return int(module.input_size if width is None else width)
-
-
-def _buckets(chunk: dict[str, Any]) -> Iterator[Bucket]:
-    return mapped_buckets(chunk["path"], chunk.get("load_bucket_bytes", DEFAULT_LOAD_BUCKET_BYTES))
 
 
 class _Twin:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -25,32 +24,24 @@ from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.packing import check_rows_are_apart, read_packed_rows
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.sharded import ShardedBackend
 from skyrl_async.training.backends.token_logprobs import TokenLogprobs
-from skyrl_async.training.protocol import TrainingBackend
 
 Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
 """Opens the reference: its log-probs are the reference's inside the context only."""
 
 
-def make_backend(settings: TrainingSettings, device: torch.device) -> TrainingBackend:
+def make_backend(settings: TrainingSettings, device: torch.device) -> ShardedBackend:
     """Make the policy's backend. Nothing is loaded yet."""
-    backend: TrainingBackend
     if settings.deepspeed is None or not settings.trains:
-        backend = FSDPBackend(settings, device)
-    else:
-        from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
+        return FSDPBackend(settings, device)
+    from skyrl_async.training.backends.deepspeed import DeepSpeedBackend
 
-        backend = DeepSpeedBackend(settings, settings.deepspeed, device)
-    if settings.lora is None:
-        return backend
-    from skyrl_async.training.backends.lora import LoraBackend
-
-    lora = LoraBackend(backend, settings.lora, base=settings.policy_path, seed=settings.seed)
-    return cast(TrainingBackend, lora)
+    return DeepSpeedBackend(settings, settings.deepspeed, device)
 
 
 def load_reference(
-    settings: TrainingSettings, device: torch.device, backend: TrainingBackend, policy: TokenLogprobs
+    settings: TrainingSettings, device: torch.device, backend: ShardedBackend, policy: TokenLogprobs
 ) -> Reference | None:
     """Load the frozen model beside the policy; None if the settings ask for none.
 
@@ -58,14 +49,11 @@ def load_reference(
     """
     if not settings.has_reference:
         return None
-    if settings.lora is not None and settings.reference_path is None:
-        from skyrl_async.training.backends.lora import LoraBackend
-
-        assert isinstance(backend, LoraBackend)
-        return partial(backend.without_adapters, policy)
+    if backend.adapters is not None and settings.reference_path is None:
+        return partial(backend.adapters.left_out, policy)
     path = Path(settings.policy_path if settings.reference_path is None else settings.reference_path)
     model = load_model(path, trust_remote_code=settings.trust_remote_code)
-    frozen = FSDPBackend(replace(settings, trains=False), device)
+    frozen = FSDPBackend(replace(settings, trains=False, lora=None), device)
     reference = make_token_logprobs(frozen.build(model), settings)
     return lambda: contextlib.nullcontext(reference)
 

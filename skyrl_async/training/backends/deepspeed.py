@@ -1,4 +1,4 @@
-"""``TrainingBackend`` on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3.
+"""Training on DeepSpeed's ZeRO (arXiv 1910.02054), stages 0 to 3.
 
 DeepSpeed's engine reduces and shards, its optimizer divides and clips, and torch's AdamW steps. Gradients are reduced in float32: at the
 step in stages 0 and 1, after every backward in 2 and 3. Knows nothing of losses, tokens or trajectories.
@@ -40,7 +40,7 @@ class DeepSpeedBackend(ShardedBackend):
         self._zero: ZeroState
         self._has_gradients = False
 
-    def build(self, model: nn.Module) -> nn.Module:
+    def _build(self, model: nn.Module) -> nn.Module:
         """Make the engine. Forwards must call it, not the model: it prepares each backward."""
         if self._settings.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -130,8 +130,7 @@ class DeepSpeedBackend(ShardedBackend):
         gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters([parameter])
         return gathered
 
-    def load(self, directory: Path) -> None:
-        """Restore what ``save`` of either backend wrote, on any number of ranks, at any stage. Hyper-parameters stay this run's."""
+    def _load(self, directory: Path) -> None:
         state = self._state()
         num_steps = read_state(directory, state)
         zero, optimizer_state = self._zero, state["optimizer"]["state"]

@@ -1,10 +1,9 @@
-"""``TrainingBackend`` on FSDP2: sharded gradients, optimizer steps, and checkpoints that any number of ranks load.
+"""Training on FSDP2: sharded gradients, optimizer steps, and checkpoints that any number of ranks load.
 
 Models that do not train are sharded here too, whatever backend trains: equal weights then give equal log-probs. Knows nothing of losses,
 tokens or trajectories.
 """
 
-import contextlib
 import copy
 import math
 from collections.abc import Iterator, Mapping
@@ -42,8 +41,8 @@ class FSDPBackend(ShardedBackend):
     are version 0.
     """
 
-    def build(self, model: nn.Module) -> nn.Module:
-        """Shard the model per decoder layer, and make its optimizer and schedule."""
+    def _build(self, model: nn.Module) -> nn.Module:
+        """Shard the model per decoder layer."""
         settings = self._settings
         if not settings.trains:
             model.requires_grad_(False)
@@ -103,23 +102,23 @@ class FSDPBackend(ShardedBackend):
         """Replace all weights by those of a published version.
 
         Raises:
-            TrainingError: a file is gone, or the weights are not of this model; the previous version stays.
+            TrainingError: the file is gone, or the weights are not of this model; the previous version stays.
         """
-        with contextlib.ExitStack() as stack:
-            try:
-                files = [stack.enter_context(safe_open(chunk["path"], framework="pt")) for chunk in update.chunks]
-            except (OSError, SafetensorError) as error:
-                raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
-            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        try:
+            file: Any = safe_open(update.path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
+        with file:
+            names = set(file.keys())
             for name, shape in self._shapes.items():
                 _, found = update.manifest.get(name, ("", None))
-                if found != shape or name not in file_of:
+                if found != shape or name not in names:
                     raise TrainingError(
                         f"version {update.version} is of another model: {name} has shape {found} there and {shape} here"
                     )
             self._reshard()
             for name, parameter in self._parameters.items():
-                self._replace(parameter, file_of[name].get_tensor(name))
+                self._replace(parameter, file.get_tensor(name))
         self.version = update.version
 
     @torch.no_grad()
@@ -128,8 +127,7 @@ class FSDPBackend(ShardedBackend):
         full = full.to(device=self._device, dtype=parameter.dtype)
         parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
-    def load(self, directory: Path) -> None:
-        """Restore what ``save`` of either backend wrote, on any number of ranks. Hyper-parameters stay this run's."""
+    def _load(self, directory: Path) -> None:
         state = self._state()
         groups = copy.deepcopy(state["optimizer"]["param_groups"])
         num_steps = read_state(directory, state)

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) on any ``TrainingBackend``: adapters of low rank train beside frozen weights.
+"""LoRA (arXiv 2106.09685): adapters of low rank train beside frozen weights, with any backend.
 
     h = W x + (alpha / rank) B A x        W: (out, in), as loaded; A: (rank, in), drawn; B: (out, rank), 0 before the first step
 
@@ -9,21 +9,18 @@ of the frozen weights. Knows neither how the backend shards nor what is trained.
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import peft
 import torch
-import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_async.config.schema.policy import LoraConfig, LoraInit
 from skyrl_async.errors import PolicyError
-from skyrl_async.training.export.manifest import AdapterDescription, check_adapter
-from skyrl_async.training.protocol import TrainingBackend
+from skyrl_async.training.export.manifest import AdapterDescription
 from skyrl_async.weights.formats import tensor_names
 
 logger = logging.getLogger(__name__)
@@ -36,38 +33,32 @@ _A = f".lora_A.{_ADAPTER}.weight"
 _B = f".lora_B.{_ADAPTER}.weight"
 
 
-class LoraBackend:
-    """Adds adapters to the model, has ``inner`` train them alone, and merges the weights that it gathers."""
+class LoraAdapters:
+    """The adapters of a model: what they change about its parameters' names and values, and what a checkpoint says of them.
 
-    def __init__(self, inner: TrainingBackend, settings: LoraConfig, *, base: str, seed: int) -> None:
-        self._inner = inner
-        self._settings = settings
-        self._base = base
-        self._seed = seed
-        self._layers: dict[str, LoraLayer] = {}
-        self._description: AdapterDescription
+    Args:
+        model: gets the adapters, in place; nothing else trains afterwards.
+        settings: which layers are adapted, and how.
+        base: directory of the model's weights.
+        seed: of the drawn values.
 
-    def __getattr__(self, name: str) -> Any:
-        """What adapters change nothing about: gradients, steps, the learning rate, the version, the end."""
-        return getattr(self._inner, name)
+    Raises:
+        PolicyError: no layer has a name that the settings ask for.
+    """
 
-    def build(self, model: nn.Module) -> nn.Module:
-        """As ``TrainingBackend``. Raises ``PolicyError`` if no layer has a name that the settings ask for."""
+    def __init__(self, model: nn.Module, settings: LoraConfig, *, base: str, seed: int) -> None:
         checksum = weights_checksum(model)
-        self._layers = add_adapters(model, self._settings, seed=self._seed)
-        self._description = AdapterDescription(
-            rank=self._settings.rank,
-            alpha=self._settings.alpha,
-            modules=tuple(self._layers),
-            base=self._base,
-            base_checksum=checksum,
+        self._layers = add_adapters(model, settings, seed=seed)
+        self._scaling = settings.alpha / settings.rank
+        self.description = AdapterDescription(
+            rank=settings.rank, alpha=settings.alpha, modules=tuple(self._layers), base=base, base_checksum=checksum
         )
+        """Written with each checkpoint, and compared with that of a checkpoint to load."""
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        logger.info("adapters of rank %d on %d layers: %d parameters", self._settings.rank, len(self._layers), trained)
-        return self._inner.build(model)
+        logger.info("adapters of rank %d on %d layers: %d parameters", settings.rank, len(self._layers), trained)
 
     @contextlib.contextmanager
-    def without_adapters(self, policy: T) -> Iterator[T]:
+    def left_out(self, policy: T) -> Iterator[T]:
         """In the block, ``policy`` (anything that calls the model) is the initial policy.
 
         The adapters run, times zero: ranks make the same collective calls.
@@ -80,31 +71,19 @@ class LoraBackend:
             for layer in self._layers.values():
                 layer.set_scale(_ADAPTER, 1.0)
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    def merged_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Every parameter's full shape by Hugging Face name, with the adapters merged."""
-        shapes = self._inner.parameter_shapes()
         return {name.replace(_BASE, "."): s for name, s in shapes.items() if not name.endswith((_A, _B))}
 
-    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter under its Hugging Face name, adapters merged, in a fixed order. Collective."""
-        return merged(self._inner.iter_full_params(), scaling=self._settings.alpha / self._settings.rank)
+    def merged(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Turn full parameters with adapters into those of an equal model without."""
+        return merged(parameters, scaling=self._scaling)
 
-    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield A and B of every adapted layer under peft's names, in a fixed order. Collective."""
-        for name, tensor in self._inner.iter_trained_params():
+    def renamed(self, trained: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Give A and B of every adapted layer peft's names."""
+        for name, tensor in trained:
             is_a = name.endswith(_A)
             yield tensor_names(name.removesuffix(_A if is_a else _B))[0 if is_a else 1], tensor
-
-    def save(self, directory: Path) -> None:
-        """Write adapters, optimizer and scheduler, and ``adapter.json``. The frozen weights are not written."""
-        self._inner.save(directory)
-        if dist.get_rank() == 0:
-            self._description.write(directory)
-
-    def load(self, directory: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``CheckpointError`` if it belongs to other adapters or other weights."""
-        check_adapter(directory, self._description)
-        self._inner.load(directory)
 
 
 def add_adapters(model: nn.Module, settings: LoraConfig, *, seed: int) -> dict[str, LoraLayer]:

@@ -1,26 +1,32 @@
-"""What FSDP2 and DeepSpeed have in common as ``TrainingBackend``s: names and shapes of parameters, AdamW and its learning rate, and saving.
+"""A model and its optimizer in one rank's process: names and shapes of parameters, adapters, AdamW and its learning rate, and saving.
 
-The learning rate is a pure function of the number of completed steps. A checkpoint holds that number only: a resumed run follows its own
-configuration.
+FSDP2 and DeepSpeed shard the model and take the steps. The learning rate is a pure function of the number of completed steps. A checkpoint
+holds that number only: a resumed run follows its own configuration.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_async.errors import ConfigError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import write_state
+from skyrl_async.training.export.manifest import check_adapter
+
+if TYPE_CHECKING:
+    from skyrl_async.training.backends.lora import LoraAdapters
 
 
 class ShardedBackend(ABC):
-    """A ``TrainingBackend`` over all ranks of the default process group but for gradients. ``close`` leaves the group."""
+    """Shards over all ranks of the default process group. Every method is collective; ``close`` leaves the group."""
 
     def __init__(self, settings: TrainingSettings, device: torch.device) -> None:
         self._settings = settings
@@ -30,10 +36,40 @@ class ShardedBackend(ABC):
         self._trained: dict[str, nn.Parameter]
         self._shapes: dict[str, tuple[int, ...]]
         self._optimizer: torch.optim.Optimizer
+        self.adapters: LoraAdapters | None = None
+        """What trains in place of the weights; None: these do."""
         self.version = 0
         """Optimizer steps made on the weights, those before a checkpoint included."""
         self.lr = 0.0
         """Learning rate of the next step."""
+
+    def build(self, model: nn.Module) -> nn.Module:
+        """Shard ``model`` (on CPU, float32), with adapters where these train, and make its optimizer and schedule.
+
+        Returns the module to call for a forward.
+        """
+        settings = self._settings
+        if settings.lora is not None:
+            from skyrl_async.training.backends.lora import LoraAdapters
+
+            self.adapters = LoraAdapters(model, settings.lora, base=settings.policy_path, seed=settings.seed)
+        return self._build(model)
+
+    @abstractmethod
+    def _build(self, model: nn.Module) -> nn.Module:
+        """Shard ``model`` and ``_take`` it; returns the module to call for a forward."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed, not averaged, over the ranks."""
+
+    @abstractmethod
+    def step(self, denominator: float) -> float:
+        """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping.
+
+        Raises:
+            TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
+        """
 
     def _take(self, model: nn.Module) -> None:
         """Use the parameters that ``model`` has now, and make AdamW (arXiv 1711.05101) over those that train, at learning rate 0."""
@@ -58,29 +94,45 @@ class ShardedBackend(ABC):
             group["lr"] = self.lr
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape by Hugging Face name."""
-        return dict(self._shapes)
+        """Every parameter's full shape by Hugging Face name, with adapters merged."""
+        return self._shapes if self.adapters is None else self.adapters.merged_shapes(self._shapes)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter and persistent buffer under its Hugging Face name, in a fixed order. Collective."""
-        yield from self._full(self._parameters)
-        yield from persistent_buffers(self._model)
+        """Yield every full parameter and persistent buffer under its Hugging Face name, adapters merged, in a fixed order."""
+        parameters = chain(self._full(self._parameters), persistent_buffers(self._model))
+        return parameters if self.adapters is None else self.adapters.merged(parameters)
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Like ``iter_full_params``, for the parameters that train."""
-        yield from self._full(self._trained)
+        """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``weights.formats``)."""
+        trained = self._full(self._trained)
+        return trained if self.adapters is None else self.adapters.renamed(trained)
 
     @abstractmethod
     def _full(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """Gather one parameter after the other. Collective."""
+        """Gather one parameter after the other."""
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer and completed steps under ``directory``, without frozen parameters. Raises as ``write_state``."""
         write_state(directory, self._state(), self.version)
+        if self.adapters is not None and dist.get_rank() == 0:
+            self.adapters.description.write(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` of either backend wrote, on any number of ranks, however it shards. Hyper-parameters stay this run's.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to other adapters or other weights.
+        """
+        check_adapter(directory, None if self.adapters is None else self.adapters.description)
+        self._load(directory)
+
+    @abstractmethod
+    def _load(self, directory: Path) -> None:
+        """Restore model, optimizer and completed steps."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Model and optimizer as torch's ``get_optimizer_state_dict`` returns them, each parameter once. Collective."""
+        """Model and optimizer as torch's ``get_optimizer_state_dict`` returns them, each parameter once."""
 
     def close(self) -> None:
         """Leave the process group."""

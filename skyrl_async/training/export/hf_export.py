@@ -114,7 +114,7 @@ def export_peft_directory(
 
 def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> WeightUpdate:
     """Make the directory of the update's one file an adapter over the weights in ``base``. Raises ``WeightsWriteError``."""
-    written = Path(update.chunks[0]["path"])
+    written = Path(update.path)
     path, config_path = written.with_name(WEIGHTS_FILE), written.with_name(CONFIG_FILE)
     try:
         config_path.write_text(peft_config(adapter, adapted_layers(update.manifest), base=base))
@@ -125,7 +125,7 @@ def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> W
         raise WeightsWriteError(
             f"cannot write {config_path}: {error}; make room there or choose another directory"
         ) from error
-    return replace(update, chunks=({"path": str(path), "config_path": str(config_path)},), adapter=adapter)
+    return replace(update, path=str(path), adapter=adapter)
 
 
 def sync_file(path: Path) -> None:

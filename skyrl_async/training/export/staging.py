@@ -77,7 +77,7 @@ class Staging:
             crc32 = write_safetensors(tensors, path, bucket_bytes=bucket_bytes)
             return WeightUpdate(
                 version=version,
-                chunks=({"path": str(path)},),
+                path=str(path),
                 manifest={n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()},
                 num_bytes=_num_bytes(tensors),
                 crc32=crc32,

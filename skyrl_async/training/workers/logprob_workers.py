@@ -150,20 +150,20 @@ class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
             return await self._repeated(name, call)
 
     async def _restore(self, workers: ForwardWorkers) -> str:
-        """Load the newest version; waits for a newer one if its files are gone."""
+        """Load the newest version; waits for a newer one if its file is gone."""
         while (newest := self._newest) is not None and not await self._load(workers, newest):
             await self._newer_than(newest)
         return "they hold the initial policy" if newest is None else f"they hold version {newest.version}"
 
     async def _load(self, workers: ForwardWorkers, update: WeightUpdate) -> bool:
-        """Load a version; returns False if its files are gone."""
+        """Load a version; returns False if its file is gone."""
         await self._device_lease.acquire()
         try:
             await workers.load_weights(update)
         except TrainingError as error:
-            if isinstance(error, LOST) or _has_files(update):
+            if isinstance(error, LOST) or _has_file(update):
                 raise
-            logger.info("log-prob workers do not load version %d, whose files are gone", update.version)
+            logger.info("log-prob workers do not load version %d, whose file is gone", update.version)
             return False
         finally:
             self._device_lease.release()
@@ -180,5 +180,5 @@ class LogprobWorkers(RestartedWorkers[ForwardWorkers]):
             ) from error
 
 
-def _has_files(update: WeightUpdate) -> bool:
-    return all(Path(chunk["path"]).exists() for chunk in update.chunks)
+def _has_file(update: WeightUpdate) -> bool:
+    return Path(update.path).exists()

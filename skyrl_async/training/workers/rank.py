@@ -1,4 +1,4 @@
-"""One rank of the policy: micro-batches in, gradients on a ``TrainingBackend``, steps, weights and checkpoints out.
+"""One rank of the policy: micro-batches in, gradients on a backend, steps, weights and checkpoints out.
 
 Synchronous, and without Ray: ``PolicyWorkers`` runs one per actor, ``InProcessPolicy`` one in this process. Every method is collective over
 the ranks, except ``open_store``, ``send_weights`` and those that share weights.
@@ -31,12 +31,13 @@ from skyrl_async.training.backends.assembly import (
 )
 from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.backends.sharded import ShardedBackend
 from skyrl_async.training.backends.state_files import failing_together, save_state
 from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
-from skyrl_async.training.export.manifest import check_adapter, check_manifest, write_manifest
+from skyrl_async.training.export.manifest import check_manifest, write_manifest
 from skyrl_async.training.export.staging import DeviceCopies, Staging
-from skyrl_async.training.protocol import SharedWeights, TrainingBackend
+from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.rank_process import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
@@ -63,7 +64,7 @@ class PolicyRank:
         self._copies = DeviceCopies(torch.device(settings.device))
         self._trained_rows = TrainedRows(directory=settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
         self._objective = make_objective(settings)
-        self._backend: TrainingBackend
+        self._backend: ShardedBackend
         self._token_logprobs: TokenLogprobs
         self._reference: Reference | None = None
         self._model_type: str
@@ -321,8 +322,6 @@ class PolicyRank:
         """
         self._require_training("load a checkpoint")
         check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
-        if self._settings.lora is None:
-            check_adapter(directory, None)
         self._trained_rows.clear()
         try:
             self._backend.load(directory)

@@ -19,7 +19,7 @@ class Sender(ModelledPolicy):
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         self.bucket_bytes = bucket_bytes
-        return WeightUpdate(version=version, chunks=({"path": "file"},), manifest={}, num_bytes=1)
+        return WeightUpdate(version=version, path="file", manifest={}, num_bytes=1)
 
 
 class Loader(ModelledEngine):
@@ -43,4 +43,4 @@ async def test_buckets_are_as_large_as_the_configuration_says() -> None:
         )
         await publisher.publish(0)
     assert policy.bucket_bytes == 3 << 20
-    assert engine.update.chunks == ({"path": "file", "load_bucket_bytes": 5 << 20},)
+    assert (engine.update.path, engine.update.load_bucket_bytes) == ("file", 5 << 20)

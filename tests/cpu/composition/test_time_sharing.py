@@ -34,11 +34,11 @@ ROW = Trajectory(
 
 
 def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+    return WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
 
 
 def is_there(update: WeightUpdate) -> bool:
-    return all(Path(chunk["path"]).exists() for chunk in update.chunks)
+    return Path(update.path).exists()
 
 
 class Forward:
@@ -108,7 +108,7 @@ class SendingFiles(ModelledPolicy):
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         update = await super().send_weights(version, directory, bucket_bytes)
-        return replace(update, chunks=({"path": str(bucket_in(directory))},))
+        return replace(update, path=str(bucket_in(directory)))
 
 
 def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_loading_it(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def client(
 
 
 def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+    return WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
 
 
 async def publish(target: ModelledEngine, version: int, mode: PauseMode = PauseMode.ABORT) -> None:

@@ -62,7 +62,7 @@ def make_update(policy_dir: Path, version: int) -> WeightUpdate:
     path = policy_dir / "model.safetensors"
     weights = load_file(path)
     manifest = {name: ("float32", tuple(tensor.shape)) for name, tensor in weights.items()}
-    return WeightUpdate(version=version, chunks=({"path": str(path)},), manifest=manifest, num_bytes=0)
+    return WeightUpdate(version=version, path=str(path), manifest=manifest, num_bytes=0)
 
 
 def make_request(
@@ -272,11 +272,9 @@ async def test_a_refused_update_leaves_the_old_weights(policies: tuple[Path, Pat
     with pytest.raises(PublishError, match="not paused"):
         await engine.load_weights(good)
     save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
-    bad = WeightUpdate(
-        version=1, chunks=({"path": str(tmp_path / "other.safetensors")},), manifest=good.manifest, num_bytes=0
-    )
+    bad = WeightUpdate(version=1, path=str(tmp_path / "other.safetensors"), manifest=good.manifest, num_bytes=0)
     await engine.pause(PauseMode.ABORT)
-    with pytest.raises(PublishError, match="the chunks"):
+    with pytest.raises(PublishError, match="the file"):
         await engine.load_weights(bad)
     assert await engine.checksum() == before and await engine.version() == 0
 

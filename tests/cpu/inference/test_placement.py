@@ -195,7 +195,7 @@ def test_a_generation_that_is_moved_keeps_its_tokens_and_their_versions(mode: Pa
             await asyncio.sleep(1.0)
             for engine in engines:
                 await engine.pause(mode)
-                await engine.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
+                await engine.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0))
             leaving = client.pool.rearrange()
             for engine in engines:
                 await engine.evict(leaving.get(engine.name, ()))
@@ -327,7 +327,7 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
 
         async def publish(version: int) -> dict[str, int]:
             """How many requests each engine has afterwards."""
-            update = WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0)
+            update = WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
             async with switch.loaded(list(client.engines), update, None, None):
                 pass
             await asyncio.sleep(0.01)

@@ -246,7 +246,7 @@ async def test_an_eviction_hands_back_what_can_go_on_elsewhere_and_waits_for_the
 
 async def test_our_errors_cross_ray_as_themselves(engines: list[RayEngine]) -> None:
     with pytest.raises(PublishError, match="not paused") as refused:
-        await engines[0].load_weights(WeightUpdate(version=3, chunks=(), manifest={}, num_bytes=0))
+        await engines[0].load_weights(WeightUpdate(version=3, path="", manifest={}, num_bytes=0))
     too_long = EngineRequest(
         request_id="x", prompt_token_ids=(5,) * MAX_MODEL_LEN, sampling=SamplingParams(max_tokens=1)
     )

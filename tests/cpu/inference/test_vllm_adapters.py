@@ -16,7 +16,7 @@ from skyrl_async.errors import PublishError
 from skyrl_async.inference.generation import merged
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import EngineOutput, FinishReason, PauseMode, WeightUpdate
-from skyrl_async.weights.formats import tensor_names
+from skyrl_async.weights.formats import CONFIG_FILE, tensor_names
 from skyrl_async.weights.transfer_group import GLOO, WeightSender
 from tests.engine_checks import (
     PROMPTS,
@@ -139,7 +139,7 @@ async def test_an_adapter_that_was_broadcast_is_served_as_one_that_is_mapped(eng
     await engine_1.connect_transfer(asdict(place) | {"rank": 1})
     broadcast = replace(adapter(root, 2), version=4)
     async with asyncio.TaskGroup() as tasks:
-        path = Path(broadcast.chunks[0]["path"])
+        path = Path(broadcast.path)
         tasks.create_task(asyncio.to_thread(sender.send, path, 1000), name="send")
         tasks.create_task(engine_1.receive_weights(broadcast, ()), name="receive")
     path.rename(path.with_name("elsewhere"))  # noqa: ASYNC240 - as on another machine
@@ -201,9 +201,7 @@ async def test_an_update_that_cannot_be_an_adapter_of_the_policy_is_refused_and_
         ),
         f"the manifest, against the first update, lacks {a}": without(good, layer, tmp_path / "less"),
         "lora_alpha as 99, expected 10": described(good, tmp_path / "described", lora_alpha=99),
-        "adapter_config.json cannot be read": replace(
-            good, chunks=({**good.chunks[0], "config_path": str(tmp_path / "adapter_config.json")},)
-        ),
+        "adapter_config.json cannot be read": replace(good, path=str(tmp_path / "adapter_model.safetensors")),
     }
     for message, update in bad.items():
         with pytest.raises(PublishError, match=message):
@@ -223,19 +221,21 @@ def without(update: WeightUpdate, layer: str, directory: Path) -> WeightUpdate:
     names = tensor_names(layer)
     directory.mkdir()
     path = directory / "adapter_model.safetensors"
-    save_file({n: t for n, t in load_file(update.chunks[0]["path"]).items() if n not in names}, path)
+    save_file({n: t for n, t in load_file(update.path).items() if n not in names}, path)
     return replace(
         update,
-        chunks=({**update.chunks[0], "path": str(path)},),
+        path=str(path),
         manifest={name: entry for name, entry in update.manifest.items() if name not in names},
     )
 
 
 def described(update: WeightUpdate, directory: Path, **changes: object) -> WeightUpdate:
     directory.mkdir()
-    content = json.loads(Path(update.chunks[0]["config_path"]).read_text())
-    (directory / "adapter_config.json").write_text(json.dumps(content | changes))
-    return replace(update, chunks=({**update.chunks[0], "config_path": str(directory / "adapter_config.json")},))
+    content = json.loads(Path(update.path).with_name(CONFIG_FILE).read_text())
+    (directory / CONFIG_FILE).write_text(json.dumps(content | changes))
+    path = directory / Path(update.path).name
+    path.symlink_to(update.path)
+    return replace(update, path=str(path))
 
 
 async def test_layers_that_vllm_would_leave_out_in_silence_are_refused(root: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
@@ -245,7 +245,7 @@ async def test_a_resume_comes_after_a_pause_that_was_cancelled_halfway(engine_0:
     await resume
     assert (await engine_0.generate(make_request("a"))).finish_reason is FinishReason.LENGTH
     with pytest.raises(PublishError, match="not paused"):
-        await engine_0.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
+        await engine_0.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0))
 
 
 async def test_an_engine_is_no_less_alive_while_it_computes_a_checksum(engine_0: VLLMEngine) -> None:
@@ -261,7 +261,7 @@ async def test_an_engine_is_no_less_alive_while_it_computes_a_checksum(engine_0:
 
 async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEngine) -> None:
     with pytest.raises(PublishError, match="lacks lm_head.weight"):
-        await engine_0.switch_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0), PauseMode.ABORT)
+        await engine_0.switch_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0), PauseMode.ABORT)
     assert (await engine_0.generate(make_request("a"))).finish_reason is FinishReason.LENGTH
 
 
@@ -299,13 +299,13 @@ async def assert_updated_is_as_fresh(
     await publish(updated, make_update(policies[0], directory, 2))
     as_at_boot = await updated.checksum()
     for version, is_staged in ((3, False), (5, True), (7, True)):
-        update = make_update(policies[1], directory, version, num_files=1)
+        update = make_update(policies[1], directory, version)
         await publish(updated, update, is_staged=is_staged)
         assert await updated.checksum() == await fresh.checksum()
         if version == 5:
             again = await generate_all(updated, requests)
             assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
-        back = make_update(policies[0], directory, version + 1, num_files=1)
+        back = make_update(policies[0], directory, version + 1)
         await publish(updated, back, is_staged=is_staged)
         assert await updated.checksum() == as_at_boot
     assert await updated.checksum() == before
@@ -326,11 +326,11 @@ async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_fil
         for name, tensor in load_file(policy_dir(1, False) / "model.safetensors").items()
     }
     handles = {name: copy.handle() for name, copy in copies.items()}
-    update = make_update(policy_dir(0, False), tmp_path, 1, num_files=1)
+    update = make_update(policy_dir(0, False), tmp_path, 1)
     before = await engine_0.checksum()
 
     def sharing(shared: dict[str, Any]) -> WeightUpdate:
-        return replace(update, chunks=tuple(chunk | {"shared": shared} for chunk in update.chunks))
+        return replace(update, shared=shared)
 
     await publish(engine_0, sharing({"cpu": handles}))
     assert await engine_0.checksum() == await fresh_engine_1.checksum() != before
@@ -435,28 +435,28 @@ async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weigh
 ) -> None:
     good = make_update(policy_dir(1, False), tmp_path, 5)
     checksum, before = await engine_0.checksum(), await engine_0.generate(make_request("before"))
-    truncated = truncate(Path(good.chunks[1]["path"]))
+    truncated = truncate(Path(good.path))
     norm = "model.norm.weight"
     others = {name: entry for name, entry in good.manifest.items() if name != norm}
+    weights = load_file(good.path)
+    save_file({name: weights[name] for name in others}, tmp_path / "less")
     bad_updates = {
-        "lacks model.norm.weight": (good.chunks, others),
-        "has model.more.weight": (good.chunks, good.manifest | {"model.more.weight": ("float32", (64,))}),
-        r"model.norm.weight as \(65,\)": (good.chunks, good.manifest | {norm: ("float32", (65,))}),
-        "dtype 'int7'": (good.chunks, good.manifest | {norm: ("int7", (64,))}),
-        "the chunks lacks": (good.chunks[:1], good.manifest),
-        "No such file": ((good.chunks[0], {"path": str(tmp_path / "missing")}), good.manifest),
-        "its header says": ((good.chunks[0], {"path": str(truncated)}), good.manifest),
-        "is no file": ((good.chunks[0], {"url": "x"}), good.manifest),
+        "lacks model.norm.weight": (good.path, others),
+        "has model.more.weight": (good.path, good.manifest | {"model.more.weight": ("float32", (64,))}),
+        r"model.norm.weight as \(65,\)": (good.path, good.manifest | {norm: ("float32", (65,))}),
+        "dtype 'int7'": (good.path, good.manifest | {norm: ("int7", (64,))}),
+        "the file lacks": (str(tmp_path / "less"), good.manifest),
+        "No such file": (str(tmp_path / "missing"), good.manifest),
+        "its header says": (str(truncated), good.manifest),
     }
-    for message, (chunks, manifest) in bad_updates.items():
-        update = WeightUpdate(version=5, chunks=chunks, manifest=manifest, num_bytes=0)
+    for message, (path, manifest) in bad_updates.items():
+        update = WeightUpdate(version=5, path=path, manifest=manifest, num_bytes=0)
         with pytest.raises(PublishError, match=message):
             await publish(engine_0, update)
         await engine_0.resume()
     with pytest.raises(PublishError, match="not paused"):
         await engine_0.load_weights(good)
-    whole = (good.chunks[0], make_update(policy_dir(1, False), tmp_path / "whole", 5).chunks[1])
-    other = replace(good, chunks=whole, crc32=7, is_compared=True)
+    other = replace(good, crc32=7, is_compared=True)
     with pytest.raises(PublishError, match="has the checksum [0-9a-f]{8}, and 00000007 was sent"):
         await publish(engine_0, other)
     await engine_0.resume()
@@ -521,7 +521,7 @@ async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_no
     engine_0: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
     before = await engine_0.checksum()
-    first, second = (make_update(policy_dir(1, False), tmp_path / str(v), v, num_files=1) for v in (1, 2))
+    first, second = (make_update(policy_dir(1, False), tmp_path / str(v), v) for v in (1, 2))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine_0.generate(make_request("a", max_tokens=400)))
         await wait_for_blocks(engine_0, 1)
@@ -531,7 +531,7 @@ async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_no
     assert set(running.result().versions) == {0}
     await publish(engine_0, first)  # what was staged is of another file
     assert await engine_0.checksum() != before and await engine_0.version() == 1
-    gone = replace(first, version=3, chunks=({"path": str(tmp_path / "1" / "gone.safetensors")},))
+    gone = replace(first, version=3, path=str(tmp_path / "1" / "gone.safetensors"))
     with pytest.raises(PublishError, match=r"engine engine cannot stage weights 3: .*No such file"):
         await engine_0.stage_weights(gone)
     assert {path.suffix for version in "12" for path in (tmp_path / version).iterdir()} == {".safetensors"}

@@ -64,7 +64,7 @@ def sampled(token_ids: Sequence[int], version: int = 7, finish_reason: FinishRea
 
 async def publish(served: ModelledEngine, version: int, mode: PauseMode = PauseMode.ABORT) -> None:
     await served.pause(mode)
-    await served.load_weights(WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=0))
+    await served.load_weights(WeightUpdate(version=version, path="", manifest={}, num_bytes=0))
     await served.resume()
 
 

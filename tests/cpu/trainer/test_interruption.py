@@ -81,7 +81,7 @@ def play(pause_at: float, pause_seconds: float, mode: PauseMode) -> tuple[Trajec
         async def update_weights() -> None:
             await asyncio.sleep(pause_at)
             await engine.pause(mode)
-            await engine.load_weights(WeightUpdate(version=1, chunks=(), manifest={}, num_bytes=0))
+            await engine.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0))
             await engine.resume()
 
         prompt = Prompt(uid="p", messages=({"role": "user", "content": "hello"},), env_class="slow")

@@ -330,7 +330,7 @@ class TestExports:
         source = load_file(policy_directory / "model.safetensors")
         assert file_names(tmp_path) == ["v000007.safetensors"]
         found = load_file(tmp_path / "v000007.safetensors")
-        assert update.chunks == ({"path": str(tmp_path / "v000007.safetensors")},)
+        assert update.path == str(tmp_path / "v000007.safetensors")
         assert_close(found, {name: tensor.bfloat16() for name, tensor in source.items()})
         assert update.manifest == {name: ("bfloat16", tuple(tensor.shape)) for name, tensor in source.items()}
         assert update.num_bytes == sum(tensor.nbytes for tensor in found.values())
@@ -343,7 +343,7 @@ class TestExports:
         await policy.forward_backward(rows, advantages(4, seed=2), 1)
         await policy.step(num_tokens(rows))
         update = await policy.send_weights(1, tmp_path / "sent", 1 << 30)
-        assert_close(load_file(update.chunks[0]["path"]), before)
+        assert_close(load_file(update.path), before)
 
     async def test_persistent_buffers_are_exported_with_their_dtype(self, make: Make, tmp_path: Path) -> None:
         policy = make(serve_dtype="bfloat16")

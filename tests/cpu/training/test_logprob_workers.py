@@ -33,12 +33,12 @@ def test_their_forward_is_the_policy_workers_own_whatever_the_keys_say() -> None
     assert policy.is_deterministic and not forward_settings(config_of(), "policy").is_deterministic
 
 
-def update(version: int, *files: Path) -> WeightUpdate:
-    return WeightUpdate(version=version, chunks=tuple({"path": str(f)} for f in files), manifest={}, num_bytes=0)
+def update(version: int, file: Path = Path()) -> WeightUpdate:
+    return WeightUpdate(version=version, path=str(file), manifest={}, num_bytes=0)
 
 
 def is_there(update: WeightUpdate) -> bool:
-    return all(Path(chunk["path"]).exists() for chunk in update.chunks)
+    return Path(update.path).exists()
 
 
 class ModelledForward:

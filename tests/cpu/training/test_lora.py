@@ -20,12 +20,12 @@ from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.policy import LoraConfig, LoraInit, LoraPublish
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, WeightsWriteError
-from skyrl_async.training.backends.lora import LoraBackend, add_adapters, merged
+from skyrl_async.training.backends.lora import add_adapters, merged
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Adapter, LogprobModel, Trajectory
-from skyrl_async.weights.formats import adapted_layers, tensor_names
+from skyrl_async.weights.formats import CONFIG_FILE, adapted_layers, tensor_names
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 
@@ -57,10 +57,7 @@ def make(policy_directory: Path) -> Iterator[Make]:
 
 
 def parameters(policy: InProcessPolicy) -> dict[str, nn.Parameter]:
-    backend = policy._rank._backend
-    assert isinstance(backend, LoraBackend)
-    found: dict[str, nn.Parameter] = backend._inner._parameters  # type: ignore[attr-defined]
-    return found
+    return policy._rank._backend._parameters
 
 
 def values(policy: InProcessPolicy) -> dict[str, Tensor]:
@@ -134,10 +131,9 @@ async def test_adapters_alone_are_published_as_a_directory_that_peft_loads(
     policy, whole = make(lora=lora), make(lora=replace(lora, publish=LoraPublish.merged))
     await train(policy, first_step=0, num_steps=3)
     update = await export_weights(policy, 3, tmp_path / "adapter", 1 << 30)
-    chunk = update.chunks[0]
     assert update.version == 3 and update.adapter == Adapter(rank=4, alpha=7.5)
-    assert {Path(chunk["path"]), Path(chunk["config_path"])} == set((tmp_path / "adapter").iterdir())
-    assert {name: tuple(t.shape) for name, t in load_file(chunk["path"]).items()} == {
+    assert set((tmp_path / "adapter").iterdir()) == {Path(update.path), Path(update.path).with_name(CONFIG_FILE)}
+    assert {name: tuple(t.shape) for name, t in load_file(update.path).items()} == {
         name: shape for name, (_, shape) in update.manifest.items()
     }
     assert len(update.manifest) == 2 * 2 * len(PROJECTIONS)

@@ -127,7 +127,7 @@ class ModelledWorkers:
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         def act() -> WeightUpdate:
-            return WeightUpdate(version=version, chunks=({"path": self.copy},), manifest={}, num_bytes=0)
+            return WeightUpdate(version=version, path=self.copy, manifest={}, num_bytes=0)
 
         return await self.call(act)
 
@@ -633,7 +633,7 @@ async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_pa
         await policy.export_hf(tmp_path)
         assert policy._workers is not workers and policy.num_restarts == number + 1
         update = await export_weights(policy, number, tmp_path, 1)
-        assert update.chunks[0]["path"] == before
+        assert update.path == before
         assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
     await policy.close()
 
@@ -678,7 +678,7 @@ async def train(policy: Any, directory: Path, checkpoint_written: Any) -> tuple[
             checkpoint_written(directory / "checkpoint")
         answers.append(await policy.logprobs([1, 2, 3]))
     update = await export_weights(policy, 3, directory / "weights", 1 << 30)
-    return answers, load_file(update.chunks[0]["path"])
+    return answers, load_file(update.path)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
         staging = Staging()
         num_bytes = staging.copy(3, weights.items(), serve_dtype=torch.float32)
         update = staging.write(3, Path(directory), send_bytes)
-        (path,) = (Path(chunk["path"]) for chunk in update.chunks)
+        path = Path(update.path)
         assert update.num_bytes == num_bytes == sum(tensor.nbytes for tensor in weights.values())
         assert update.manifest == read_manifest(directory)
         assert update.crc32 == zlib.crc32(path.read_bytes())
@@ -72,7 +72,7 @@ def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_pa
     staging = Staging()
     staging.copy(1, [("w", tensor)], serve_dtype=torch.bfloat16)
     update = staging.write(1, tmp_path, 7)
-    path = update.chunks[0]["path"]
+    path = update.path
     assert update.manifest == read_manifest(str(tmp_path))
     ((_, mapped),) = next(mapped_buckets(path, 100))
     for arrived in (mapped, load_file(path)["w"]):
@@ -88,7 +88,7 @@ def test_float32_takes_the_dtype_that_is_served_and_everything_else_keeps_its_ow
     weights = {"f": torch.rand(5), "b": torch.rand(3).bfloat16(), "n": torch.arange(4), "d": torch.rand(2).double()}
     staging = Staging()
     staging.copy(0, weights.items(), serve_dtype=torch.bfloat16)
-    found = load_file(staging.write(0, tmp_path, 7).chunks[0]["path"])
+    found = load_file(staging.write(0, tmp_path, 7).path)
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "f": torch.bfloat16,
         "b": torch.bfloat16,
@@ -102,10 +102,10 @@ def test_a_copy_does_not_change_with_its_source_and_the_next_copy_reuses_its_mem
     weight, staging = torch.zeros(1000), Staging()
     staging.copy(1, [("w", weight)], serve_dtype=torch.float32)
     weight += 1.0  # as an optimizer step does, in place
-    first = load_file(staging.write(1, tmp_path, 100).chunks[0]["path"])
+    first = load_file(staging.write(1, tmp_path, 100).path)
     memory = staging._tensors["w"].data_ptr()
     staging.copy(2, [("w", weight)], serve_dtype=torch.float32)
-    second = load_file(staging.write(2, tmp_path, 100).chunks[0]["path"])
+    second = load_file(staging.write(2, tmp_path, 100).path)
     assert first["w"].sum() == 0.0 and second["w"].sum() == 1000.0
     assert staging._tensors["w"].data_ptr() == memory
     with pytest.raises(TrainingError, match="version 1 cannot be sent: what was gathered is version 2"):

@@ -61,7 +61,7 @@ class Sender(ModelledPolicy):
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         update = await super().send_weights(version, directory, bucket_bytes)
         path = str(directory / "weights")
-        return WeightUpdate(version=update.version, chunks=({"path": path},), manifest={}, num_bytes=0)
+        return WeightUpdate(version=update.version, path=path, manifest={}, num_bytes=0)
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
         self.is_lost = False
@@ -106,7 +106,6 @@ class Receiver(ModelledEngine):
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
         self._check_alive()
-        (chunk,) = update.chunks
         self.held &= set(keep)
         assert not self._shared.is_paused, "it receives beside generation"
         try:
@@ -115,7 +114,7 @@ class Receiver(ModelledEngine):
             await self._group.together()
         except RuntimeError as error:
             raise PublishError(f"{self.name} has not received: {error}") from error
-        self.held.add(chunk["path"])
+        self.held.add(update.path)
 
     async def _act(self, event: str) -> None:
         if event == "die":
@@ -129,7 +128,7 @@ class Receiver(ModelledEngine):
             await asyncio.get_running_loop().create_future()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        assert update.chunks[0]["path"] in self.held, "it cannot map the trainer's file"
+        assert update.path in self.held, "it cannot map the trainer's file"
         await super().load_weights(update)
 
 

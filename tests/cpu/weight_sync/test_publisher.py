@@ -324,7 +324,7 @@ class Full(ModelledPolicy):
         path = written(directory / "v.safetensors")
         if version and self.failures:
             raise self.failures.pop(0)
-        return WeightUpdate(version=version, chunks=({"path": str(path)},), manifest={}, num_bytes=7)
+        return WeightUpdate(version=version, path=str(path), manifest={}, num_bytes=7)
 
 
 FULL = WeightsWriteError("cannot write: no space left on device")
@@ -521,7 +521,7 @@ def test_contract_6_an_engine_in_the_place_of_the_only_one_is_held_against_its_c
 
     class Weights(ModelledPolicy):
         async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-            return WeightUpdate(version=version, chunks=(), manifest={}, num_bytes=num_bytes)
+            return WeightUpdate(version=version, path="", manifest={}, num_bytes=num_bytes)
 
     class Garbled(Troubled):
         async def checksum(self) -> str:
@@ -657,7 +657,7 @@ class Buckets(ModelledPolicy):
         await super().send_weights(version, directory, bucket_bytes)
         if failure := self.failures.pop(("send", version), None):
             raise failure
-        return WeightUpdate(version=version, chunks=({"path": str(path)},), manifest={}, num_bytes=7)
+        return WeightUpdate(version=version, path=str(path), manifest={}, num_bytes=7)
 
 
 def versions_in(directory: Path) -> set[str]:

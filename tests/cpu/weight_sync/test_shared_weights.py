@@ -178,7 +178,7 @@ def test_a_rank_shares_what_it_writes_and_goes_on_training(tmp_path: Path) -> No
             for _, parameter in rank._backend.iter_full_params():
                 parameter.add_(1.0)
         assert list(shared) == ["cpu"]
-        assert_same(read(shared), load_file(update.chunks[0]["path"]))
+        assert_same(read(shared), load_file(update.path))
         rank.unshare_weights()
         assert rank.share_weights(3) == {}
     finally:
@@ -199,7 +199,7 @@ class Sharer(ModelledPolicy):
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         update = await super().send_weights(version, directory, bucket_bytes)
-        return WeightUpdate(version=update.version, chunks=({"path": str(version)},), manifest={}, num_bytes=0)
+        return WeightUpdate(version=update.version, path=str(version), manifest={}, num_bytes=0)
 
     async def share_weights(self, version: int) -> SharedWeights:
         assert self.shared is None, "one load after the other"
@@ -232,12 +232,11 @@ class Neighbour(ModelledEngine):
         return not self._is_dead and self._shared.is_paused
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        (chunk,) = update.chunks
-        self.loads.append("shared" if "shared" in chunk else "file")
-        if "shared" in chunk:
-            assert chunk["shared"]["gpu"]["weight"]["version"] == update.version == self._policy.shared
+        self.loads.append("shared" if update.shared else "file")
+        if update.shared:
+            assert update.shared["gpu"]["weight"]["version"] == update.version == self._policy.shared
         await super().load_weights(update)
-        assert "shared" not in chunk or self._policy.shared == update.version, "it was given back while it was read"
+        assert not update.shared or self._policy.shared == update.version, "it was given back while it was read"
         event = self.plan.pop(0) if self.plan else "fine"
         if event == "refuse":
             raise PublishError(f"{self.name} refuses")

@@ -48,7 +48,7 @@ class Watched(DeterministicEngine):
 
 def served(publisher: WeightPublisher) -> tuple[Path, bytes]:
     """The file of the version being served, and what is in it."""
-    path = Path(publisher.serving.chunks[0]["path"])
+    path = Path(publisher.serving.path)
     return path, path.read_bytes()
 
 

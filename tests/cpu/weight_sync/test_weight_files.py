@@ -94,7 +94,7 @@ class Files:
             self.most_held = max(self.most_held, len(self._held()))
             update = await policy_sends(version, directory, bucket_bytes)
             self._strike("send")
-            return replace(update, chunks=({"path": str(path)},))
+            return replace(update, path=str(path))
 
         simulation.policy.send_weights = send_weights  # type: ignore[method-assign]
         for engine in simulation.engines:
@@ -105,7 +105,7 @@ class Files:
 
         async def load_weights(update: WeightUpdate) -> None:
             held = self._held()
-            assert all(chunk["path"] in held for chunk in update.chunks)
+            assert update.path in held
             self.most_held = max(self.most_held, len(held))
             await engine_loads(update)
             self._strike("load")
