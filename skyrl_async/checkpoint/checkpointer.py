@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_async.checkpoint.files import read_json, sync, verify, write_json, write_manifest
+from skyrl_async.checkpoint.files import read_json, verify, write_json, write_manifest
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Group
+from skyrl_async.weights.formats import sync
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,12 @@ Does not know what the files hold.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.errors import CheckpointError
-from skyrl_async.weights.formats import crc32_of_file
+from skyrl_async.weights.formats import crc32_of_file, sync
 
 MANIFEST = "manifest.json"
 _VALUES_AT_A_TIME = 1024
@@ -111,15 +110,6 @@ def _json_pieces(value: Any) -> Iterator[str]:
         yield "]"
     else:
         yield json.dumps(value)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _crc32(path: Path, check: Callable[[], None] = lambda: None) -> str:

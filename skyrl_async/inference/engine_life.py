@@ -44,6 +44,10 @@ class EngineLife:
         """A heartbeat was answered."""
         self._num_deaths_in_a_row = 0
 
+    def miss(self) -> None:
+        """A heartbeat was not answered within an interval."""
+        self.num_missed += 1
+
     def die(self) -> None:
         """The engine is dead."""
         self._move(set(EngineState) - {EngineState.dead, EngineState.given_up}, EngineState.dead)

@@ -18,7 +18,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife, EngineState
 from skyrl_async.inference.front_end_notifier import FrontEndNotifier, FrontEndPool, Outage
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.heartbeat import Heartbeat, Silence, is_answered
+from skyrl_async.runtime.heartbeat import Heartbeat, until_silent
 from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
@@ -210,23 +210,14 @@ class Fleet:
 
     async def _check_heartbeats(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which means the engine's death."""
-        config = self._config
-        heartbeat = Heartbeat(interval_s=config.heartbeat_interval_s, timeout_s=config.heartbeat_timeout_s)
-        silence: Silence
-
-        def tick(now: float) -> bool:
-            member.life.num_missed += 1
-            return silence.tick(now)
-
-        while True:
-            await asyncio.sleep(heartbeat.interval_s)
-            silence = Silence(heartbeat, asyncio.get_running_loop().time())
-            try:
-                if not await is_answered(member.engine.ping, heartbeat.interval_s, tick):
-                    return member.report_death(f"no heartbeat within {heartbeat.timeout_s:g} s")
-            except EngineDeadError as error:
-                return member.report_death(str(error))
-            member.life.answer()
+        life, timeout_s = member.life, self._config.heartbeat_timeout_s
+        heartbeat = Heartbeat(interval_s=self._config.heartbeat_interval_s, timeout_s=timeout_s)
+        try:
+            await until_silent(member.engine.ping, heartbeat, on_answer=life.answer, on_missed=life.miss)
+        except EngineDeadError as error:
+            member.report_death(str(error))
+        else:
+            member.report_death(f"no heartbeat within {timeout_s:g} s")
 
     async def _restart(self, member: _Member, reason: str) -> bool:
         """Start engines in the place of a dead one until one serves; False if no restart is left."""

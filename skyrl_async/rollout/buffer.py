@@ -1,6 +1,6 @@
 """Finished groups between generation and training: the oldest admitted first, bounded, closable.
 
-    put ──> (preparing: a channel to the stages that prepare groups ──> put_prepared) ──> get
+    put ──> finished: a channel to the stages that prepare groups ──> put_prepared ──> get
 
 Groups come in the order they finish, and leave in the order they were admitted, each after it is prepared and the consumer's rule allows
 it. Does not know versions, the bound, or the preparation.
@@ -27,16 +27,12 @@ class GroupBuffer:
         self.max_groups = max_groups
         self._heap: list[tuple[int, Group]] = []
         self._unprepared: dict[int, Group] = {}
-        self._preparing: Channel[Group] | None = None
+        self.finished = Channel[Group](max_groups)
+        """Groups to be prepared; ``put_prepared`` brings them back."""
         self._is_closed = False
         self._changes = Changes()
         self.held_seconds = 0.0
         """Seconds that the consumer waited although the buffer had a group, because the rule did not allow it."""
-
-    def prepare(self) -> Channel[Group]:
-        """From now on pass every group that is put to the returned channel; ``put_prepared`` brings it back."""
-        self._preparing = self._preparing or Channel(self.max_groups)
-        return self._preparing
 
     def put(self, group: Group) -> None:
         """Add a finished group. Raises ``StateError`` when closed or full."""
@@ -44,27 +40,20 @@ class GroupBuffer:
             raise StateError(f"group {group.admission_index} ({group.uid}) came after the buffer was closed")
         if len(self) >= self.max_groups:
             raise StateError(f"the buffer holds {len(self)} groups, which is all that the staleness manager admits")
-        if self._preparing is None:
-            self._push(group)
-        else:
-            self._unprepared[group.admission_index] = group
-            self._preparing.put_nowait(group)
+        self._unprepared[group.admission_index] = group
+        self.finished.put_nowait(group)
 
     async def put_prepared(self, group: Group) -> None:
         """Replace a group that was put by the prepared one. Raises ``StateError`` if it was not put. Never waits."""
         if self._unprepared.pop(group.admission_index, None) is None:
             raise StateError(f"group {group.admission_index} ({group.uid}) was not being prepared")
-        self._push(group)
-
-    def _push(self, group: Group) -> None:
         heapq.heappush(self._heap, (group.admission_index, group))
         self.notify()
 
     def close(self) -> None:
         """No group will follow; held groups can still be taken. Idempotent."""
         self._is_closed = True
-        if self._preparing is not None:
-            self._preparing.close()
+        self.finished.close()
         self.notify()
 
     def notify(self) -> None:

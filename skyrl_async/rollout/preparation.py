@@ -61,7 +61,6 @@ class Preparation:
         self._buffer = buffer
         self._steps = steps
         self._board = board
-        self._finished = buffer.prepare()
 
     async def run(self) -> None:
         """Consumes finished groups; produces prepared ones; waits for groups and for room in the next stage; unblocked by both.
@@ -69,7 +68,7 @@ class Preparation:
         Returns when the buffer is closed and every group is prepared. Raises the first error of a stage's work.
         """
         async with asyncio.TaskGroup() as tasks:
-            inputs = self._finished
+            inputs = self._buffer.finished
             *_, last = self._steps
             for name, following in pairwise(self._steps):
                 outputs = Channel[Group](self._room_between(name, following))

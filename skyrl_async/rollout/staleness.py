@@ -68,10 +68,13 @@ class _AsyncStalenessManager:
         self._limits_buffered_groups = limits_buffered_groups
         self._admits_whole_batches = admits_whole_batches
         self._is_trainer_waiting = True
-        self._served_version = 0
-        self._trained_version = 0
+        self.served_version = 0
+        """Policy version that every engine serves: groups are admitted at it."""
+        self.trained_version = 0
+        """Completed optimizer steps: groups are trained at this version."""
         self._num_trained = 0
-        self._next_index = 0
+        self.next_index = 0
+        """Index of the next admission: the number of groups admitted so far."""
         self._running: dict[int, Admission] = {}
         self._finished: dict[int, Admission] = {}
         self._open: OrderedDict[int, Admission] = OrderedDict()
@@ -81,21 +84,6 @@ class _AsyncStalenessManager:
         self._num_waiting = 0
         self._first_in_line = asyncio.Lock()
         self._changes = Changes()
-
-    @property
-    def served_version(self) -> int:
-        """Policy version that every engine serves: groups are admitted at it."""
-        return self._served_version
-
-    @property
-    def trained_version(self) -> int:
-        """Completed optimizer steps: groups are trained at this version."""
-        return self._trained_version
-
-    @property
-    def next_index(self) -> int:
-        """Index of the next admission: the number of groups admitted so far."""
-        return self._next_index
 
     @property
     def num_running(self) -> int:
@@ -110,7 +98,7 @@ class _AsyncStalenessManager:
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        limit = (self.max_staleness_steps + self._served_version + 1) * self._mini_batch_size
+        limit = (self.max_staleness_steps + self.served_version + 1) * self._mini_batch_size
         if self._max_groups is not None:
             limit = min(limit, self._max_groups)
         num_admitted = self.num_accepted + len(self._running)
@@ -162,20 +150,20 @@ class _AsyncStalenessManager:
 
     async def notify_step(self, version: int) -> None:
         """Optimizer step ``version`` is completed. Raises ``StateError`` unless it follows the one before."""
-        if version != self._trained_version + 1:
+        if version != self.trained_version + 1:
             raise StateError(
-                f"optimizer step {version} cannot follow {self._trained_version}: steps are counted one by one"
+                f"optimizer step {version} cannot follow {self.trained_version}: steps are counted one by one"
             )
-        self._trained_version = version
+        self.trained_version = version
 
     async def notify_capacity_change(self, version: int) -> None:
         """Every engine serves ``version``: the next one, or a later one up to the completed steps. Raises ``StateError`` otherwise."""
-        if not self._served_version < version <= max(self._served_version + 1, self._trained_version):
+        if not self.served_version < version <= max(self.served_version + 1, self.trained_version):
             raise StateError(
-                f"policy version {version} cannot follow {self._served_version}: versions count optimizer steps"
+                f"policy version {version} cannot follow {self.served_version}: versions count optimizer steps"
             )
-        self._served_version = version
-        self._trained_version = max(version, self._trained_version)
+        self.served_version = version
+        self.trained_version = max(version, self.trained_version)
         self._changes.notify()
 
     async def drained(self) -> None:
@@ -200,7 +188,7 @@ class _AsyncStalenessManager:
         num_before = 0
         for version in sorted(v for v in self._num_open_of if v < scheduled_version):
             num_before += self._num_open_of[version]
-            steps_left = version + self.max_staleness_steps - self._trained_version
+            steps_left = version + self.max_staleness_steps - self.trained_version
             if num_before >= num_free + steps_left * self._mini_batch_size:
                 return False
         return True
@@ -226,11 +214,11 @@ class _AsyncStalenessManager:
         running groups than ``max_concurrent_generation_groups`` are restored, too; admission waits until enough have ended. Raises
         ``StateError`` on a manager that was used.
         """
-        if self._next_index or self._served_version:
+        if self.next_index or self.served_version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
-        self._served_version = self._trained_version = version
+        self.served_version = self.trained_version = version
         self._num_trained = version * self._mini_batch_size
-        self._next_index = next_index
+        self.next_index = next_index
         restored: list[Admission] = []
         for admission in sorted((*finished, *running), key=lambda a: a.index):
             num_steps_before = len(restored) // self._mini_batch_size
@@ -249,8 +237,8 @@ class _AsyncStalenessManager:
             raise StateError(f"expected {num_trained_groups} trained groups, got {self._num_trained}")
 
     def _admit(self) -> Admission:
-        admission = Admission(index=self._next_index, scheduled_version=self._served_version)
-        self._next_index += 1
+        admission = Admission(index=self.next_index, scheduled_version=self.served_version)
+        self.next_index += 1
         self._running[admission.index] = admission
         self._open_group(admission)
         self._changes.notify()

@@ -53,32 +53,37 @@ class Silence:
         return self._seconds >= self._heartbeat.timeout_s
 
 
-async def is_answered(ping: Ping, interval_s: float, tick: Callable[[float], bool]) -> bool:
-    """Ping once and wait for the answer. Raises what ``ping`` raises.
+async def until_silent(
+    ping: Ping,
+    heartbeat: Heartbeat,
+    *,
+    on_answer: Callable[[], None] = lambda: None,
+    on_missed: Callable[[], None] = lambda: None,
+) -> None:
+    """Ping repeatedly; returns when there was no answer in time. Raises what ``ping`` raises.
 
-    Returns False once ``tick``, called with the time after each interval of silence, returns True.
+    Args:
+        ping: of the process.
+        heartbeat: when to ask again, and when silence means death.
+        on_answer: called after each answer.
+        on_missed: called after each interval without one.
     """
     clock = asyncio.get_running_loop().time
 
     async def ask() -> None:
         await ping()
 
-    async with task_group() as tasks:
-        asking = tasks.create_task(ask(), name="ping")
-        while not (await asyncio.wait({asking}, timeout=interval_s))[0]:
-            if tick(clock()):
-                asking.cancel()
-                return False
-    return True
-
-
-async def until_silent(ping: Ping, heartbeat: Heartbeat) -> None:
-    """Ping repeatedly; returns when there was no answer in time. Raises what ``ping`` raises."""
-    clock = asyncio.get_running_loop().time
     while True:
         await asyncio.sleep(heartbeat.interval_s)
-        if not await is_answered(ping, heartbeat.interval_s, Silence(heartbeat, clock()).tick):
-            return
+        silence = Silence(heartbeat, clock())
+        async with task_group() as tasks:
+            asking = tasks.create_task(ask(), name="ping")
+            while not (await asyncio.wait({asking}, timeout=heartbeat.interval_s))[0]:
+                on_missed()
+                if silence.tick(clock()):
+                    asking.cancel()
+                    return
+        on_answer()
 
 
 @asynccontextmanager

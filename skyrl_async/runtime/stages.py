@@ -288,7 +288,9 @@ class Lane:
 
 
 class Channel(Generic[T]):
-    """A bounded queue between stages: putting into a full channel waits; the end of the data is closing it.
+    """A bounded queue between two stages: putting into a full channel waits; the end of the data is closing it.
+
+    Items leave in the order in which they came. Of several tasks that wait, any may be the next.
 
     Args:
         max_items: most items held at once, >= 1.
@@ -301,13 +303,11 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._is_closed = False
         self._num_open = 0
-        self._getters: deque[object] = deque()
-        self._putters: deque[object] = deque()
         self._changes = Changes()
 
     async def put(self, item: T) -> None:
-        """Add an item, first come first served. Waits for space. Raises ``ChannelClosedError``; adds nothing when cancelled."""
-        await self._wait_in_order(self._putters, self._has_space)
+        """Add an item. Waits for space. Raises ``ChannelClosedError``; adds nothing when cancelled."""
+        await self._changes.until(lambda: self._is_closed or len(self._items) < self._max_items)
         self.put_nowait(item)
 
     def put_nowait(self, item: T) -> None:
@@ -322,7 +322,7 @@ class Channel(Generic[T]):
 
     async def get(self) -> T:
         """Take the oldest item. Waits for one; raises ``ChannelClosedError`` when closed and empty."""
-        await self._wait_in_order(self._getters, self._has_item)
+        await self._changes.until(lambda: self._is_closed or bool(self._items))
         if not self._items:
             raise ChannelClosedError("the channel is closed and empty")
         item = self._items.popleft()
@@ -353,32 +353,6 @@ class Channel(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def statistics(self) -> dict[str, float]:
-        """Return the number of held items, and of waiting producers and consumers."""
-        return {
-            "items": float(len(self._items)),
-            "putters": float(len(self._putters)),
-            "getters": float(len(self._getters)),
-        }
-
-    def _has_space(self) -> bool:
-        return self._is_closed or len(self._items) < self._max_items
-
-    def _has_item(self) -> bool:
-        return self._is_closed or bool(self._items)
-
-    async def _wait_in_order(self, queue: deque[object], is_ready: Callable[[], bool]) -> None:
-        """Wait, first come first served, until ``is_ready()``; after a cancellation the next in the queue is first."""
-        if not queue and is_ready():
-            return
-        place = object()
-        queue.append(place)
-        try:
-            await self._changes.until(lambda: queue[0] is place and is_ready())
-        finally:
-            queue.remove(place)
-            self._changes.notify()
 
 
 async def run_stage(

@@ -84,6 +84,6 @@ class Changes:
         await self._next.wait()
 
     async def until(self, is_true: Callable[[], bool]) -> None:
-        """Wait until ``is_true()``; returns at once where it is. Tasks are not woken in order: for an order use ``Channel``."""
+        """Wait until ``is_true()``; returns at once where it is. Tasks are not woken in order."""
         while not is_true():
             await self.next()

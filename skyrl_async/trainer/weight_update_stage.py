@@ -142,14 +142,14 @@ class WeightUpdateStage:
 
     async def _publish(self, version: int) -> PublishTimes | None:
         """Make every engine serve a copied version; None where the copy was lost."""
-        if not self._publisher.keeps_served_version:
+        if not self._publisher.double_buffer:
             await self._until_version_may_change()  # after that no engine could start with the version that they need
         self._owes_version = not await self._publisher.send(version)
         if self._owes_version:
             return None
         if not is_due(self._config.logprob_probe_interval_steps, version):
             self._run.gate.sent(version)
-        if self._publisher.keeps_served_version:
+        if self._publisher.double_buffer:
             await self._until_version_may_change()
         times = await self._publisher.load()
         assert times is not None, "it was sent"
@@ -184,7 +184,7 @@ class WeightUpdateStage:
     async def _check(self, version: int, *, is_first: bool = False) -> dict[str, float]:
         """Compare the engines with the policy, which still holds the same version."""
         with self._run.recorder.trace.span("check", track="publish", version=version):
-            return await self._publisher.check(version, is_first=is_first)
+            return await self._publisher.verifier.check(version, is_first=is_first)
 
     async def _log_and_save(self, trained: TrainedStep, values: dict[str, float]) -> None:
         """Log before saving: a run killed in between trains the step again, a run killed later has its record."""

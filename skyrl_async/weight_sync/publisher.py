@@ -140,7 +140,7 @@ class WeightPublisher:
     load_bucket_bytes: int = 512 << 20
     """Most bytes that an engine loads at a time, see ``weight_sync.load_bucket_mb``."""
     double_buffer: bool = True
-    """Keep the served version while the next one is sent and loaded, and prepare the next one in the engines' memory."""
+    """Keep the served version, for engines that join, while the next one is sent and loaded, and prepare that one in engines' memory."""
     pause_mode: PauseMode
     """What happens to requests in flight."""
     trace: Trace
@@ -179,7 +179,7 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         self._files = WeightFiles(self.directory)
         self._updater = EngineWeightUpdater(self.client, pause_mode=self.pause_mode, trace=self.trace, clock=self.clock)
-        self._verifier = WeightVerifier(
+        self.verifier = WeightVerifier(
             client=self.client,
             policy=self.policy,
             updater=self._updater,
@@ -188,17 +188,13 @@ class WeightPublisher:
             max_logprob_gap=self.max_logprob_gap,
             hold_engines=self.hold_engines,
         )
+        """Compares engines with each other and with the policy."""
         self.client.pool.admission = self.admission
 
     @property
     def serving(self) -> WeightUpdate | None:
         """The update that every engine serves, while its files are there; without a double buffer only until the next one is sent."""
         return None if self._served is None else self._served.update
-
-    @property
-    def keeps_served_version(self) -> bool:
-        """Whether an engine that joins while a version is sent can load the one before: only with a double buffer."""
-        return self.double_buffer
 
     async def publish(self, version: int) -> PublishTimes:
         """Make every engine serve ``version``; on return all, and at least one, have acknowledged it. Raises what the phases raise."""
@@ -266,7 +262,7 @@ class WeightPublisher:
             self._drop_sent()
         await self.client.pool.wait_for_engine()
         if self._is_checksum_due(times.num_bytes):
-            await self._verifier.verify_checksums(times.version)
+            await self.verifier.verify_checksums(times.version)
         for follower in self.followers:
             await follower(sent.update)
         return times
@@ -294,7 +290,7 @@ class WeightPublisher:
             await self.broadcast.deliver([engine], serving, _raise)
         await engine.pause(self.pause_mode)
         await engine.load_weights(replace(serving, is_compared=True))
-        await self._verifier.verify_engine(engine, serving)
+        await self.verifier.verify_engine(engine, serving)
         await engine.resume()
 
     def lags(self) -> dict[str, Lag]:
@@ -388,14 +384,6 @@ class WeightPublisher:
     def _delete(self, version: _SentVersion | None) -> None:
         if version is not None:
             self._files.delete(version.directory)
-
-    async def check(self, version: int, *, is_first: bool) -> dict[str, float]:
-        """Compare the engines with the trained weights, see ``WeightVerifier.check``."""
-        return await self._verifier.check(version, is_first=is_first)
-
-    async def verify_checksums(self, version: int) -> str:
-        """The checksum that all engines agree on, see ``WeightVerifier.verify_checksums``."""
-        return await self._verifier.verify_checksums(version)
 
     def close(self) -> None:
         """Delete all buckets now, also those that a thread has begun to delete. Idempotent."""

@@ -1,9 +1,10 @@
-"""File formats of weights: dtype names of safetensors, CRC-32 of files, and adapters as peft writes and vLLM and transformers read them.
+"""File formats of weights: dtypes of safetensors, checksums, syncing, and adapters as peft writes and vLLM and transformers read them.
 
 torch is not imported.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,3 +81,12 @@ def crc32_of_file(path: Path, value: int = 0, *, check: Callable[[], None] = lam
             check()
             value = zlib.crc32(piece, value)
     return value
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

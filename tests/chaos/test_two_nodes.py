@@ -137,7 +137,7 @@ async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_i
         )
         for version in (1, 2):
             await publisher.publish(version)
-        checksum = await publisher.verify_checksums(2)
+        checksum = await publisher.verifier.verify_checksums(2)
         psutil.Process((await engines[1].statistics())["core_process_id"]).kill()
         anew = await start(old, "engine-1.1", nodes[1], tmp_path)
         stack.push_async_callback(anew.close)
@@ -145,5 +145,5 @@ async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_i
         assert (await anew.version(), await anew.checksum()) == (2, checksum)
         await publisher.publish(3)
         assert [engine.name for engine in client.engines] == ["engine-0", "engine-1.1"]
-        assert await publisher.verify_checksums(3) == checksum
+        assert await publisher.verifier.verify_checksums(3) == checksum
         publisher.close()

@@ -99,7 +99,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped(
         for version, way in ((1, None), (3, broadcast)):
             publisher = publisher_of(policy, engine, str(version), broadcast=way)
             await publisher.publish(version)
-            checksums.append(await publisher.verify_checksums(version))
+            checksums.append(await publisher.verifier.verify_checksums(version))
             await publish(engine, make_update(old, tmp_path, version + 1))
         assert checksums[0] == checksums[1] != await engine.checksum()
         await engine.close()

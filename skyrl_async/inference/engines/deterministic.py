@@ -17,6 +17,12 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.generation import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
@@ -300,18 +306,17 @@ def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch
     """(V,) log-probs in nats after temperature, min_p, top_k and top_p, in vLLM's order; plain ones when greedy."""
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
-    logits = logits / sampling.temperature
+    warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
     if sampling.min_p > 0:
-        floor = logits.max() + math.log(sampling.min_p)
-        logits = logits.masked_fill(logits < floor, -math.inf)
-    if 0 < sampling.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        ascending, order = logits.sort()
-        is_outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        is_outside[-1] = False
-        logits = logits.masked_fill(is_outside[order.argsort()], -math.inf)
-    return logits.log_softmax(-1)
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    scores = logits.unsqueeze(0)
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores[0].log_softmax(-1)
 
 
 def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLogprobs, ...]:

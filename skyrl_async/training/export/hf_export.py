@@ -18,7 +18,7 @@ from torch import Tensor
 from skyrl_async.errors import WeightsWriteError
 from skyrl_async.training.export.staging import write_safetensors
 from skyrl_async.types import Adapter, WeightUpdate
-from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config
+from skyrl_async.weights.formats import CONFIG_FILE, WEIGHTS_FILE, adapted_layers, peft_config, sync
 
 SHARD_BYTES = 5 * 10**9
 """Largest safetensors file, as transformers writes them."""
@@ -48,8 +48,8 @@ def export_hf_directory(
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in directory.iterdir():
-        sync_file(path)
-    sync_file(directory)
+        sync(path)
+    sync(directory)
 
 
 def _write_shards(
@@ -108,8 +108,8 @@ def export_peft_directory(
     tensors = {name: tensor.to(device="cpu", dtype=torch.float32).contiguous() for name, tensor in adapters}
     write_safetensors(tensors, directory / WEIGHTS_FILE, is_synced=True)
     (directory / CONFIG_FILE).write_text(peft_config(adapter, adapted_layers(tensors), base=base))
-    sync_file(directory / CONFIG_FILE)
-    sync_file(directory)
+    sync(directory / CONFIG_FILE)
+    sync(directory)
 
 
 def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> WeightUpdate:
@@ -126,12 +126,3 @@ def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> W
             f"cannot write {config_path}: {error}; make room there or choose another directory"
         ) from error
     return replace(update, path=str(path), adapter=adapter)
-
-
-def sync_file(path: Path) -> None:
-    """Force a file or a directory's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from skyrl_async.errors import CheckpointError
-from skyrl_async.training.export.hf_export import sync_file
+from skyrl_async.weights.formats import sync
 
 MANIFEST_FILE = "policy.json"
 FORMAT_VERSION = 1
@@ -24,7 +24,7 @@ def write_manifest(directory: Path, *, model_type: str, shapes: Shapes, num_rank
     """Sync every file under ``directory`` and list them in ``policy.json``."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     for path in files:
-        sync_file(path)
+        sync(path)
     content = {
         "format_version": FORMAT_VERSION,
         "model_type": model_type,
@@ -34,9 +34,9 @@ def write_manifest(directory: Path, *, model_type: str, shapes: Shapes, num_rank
     }
     path = directory / MANIFEST_FILE
     path.write_text(json.dumps(content, indent=1) + "\n")
-    sync_file(path)
+    sync(path)
     for folder in {path.parent for path in files} | {directory}:
-        sync_file(folder)
+        sync(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

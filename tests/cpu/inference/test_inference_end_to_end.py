@@ -383,7 +383,7 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         await changing.publish_step(1)
         changed = await served.greedy()
         assert changed.token_ids != served.fresh.token_ids
-        assert await changing.publisher.verify_checksums(1) != served.fresh_checksum
+        assert await changing.publisher.verifier.verify_checksums(1) != served.fresh_checksum
         reference = changing.reference(1, [*served.prompt, *changed.token_ids])[len(served.prompt) - 1 :]
         assert reference.argmax(-1).tolist() == list(changed.token_ids)
         await changing.policy.load(tmp_path / "first")
@@ -391,7 +391,7 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         again = await served.greedy()
         assert (again.token_ids, again.text) == (served.fresh.token_ids, served.fresh.text)
         assert again.logprobs == served.fresh.logprobs
-        assert await changing.publisher.verify_checksums(2) == served.fresh_checksum
+        assert await changing.publisher.verifier.verify_checksums(2) == served.fresh_checksum
 
 
 @EITHER
@@ -400,15 +400,15 @@ async def test_contract_6_the_log_prob_probe_passes_after_a_publish_and_catches_
 ) -> None:
     async with trained(served, tmp_path) as changing:
         await changing.publish_step(1)
-        gaps = await changing.publisher.check(1, is_first=True)
+        gaps = await changing.publisher.verifier.check(1, is_first=True)
         assert gaps["async/engine_logprob_gap"] < 1e-4
         await changing.step()
         with pytest.raises(PublishError, match=r"by up to .* nats at version 1, more than .*max_engine_logprob_gap"):
-            await changing.publisher.check(1, is_first=False)
+            await changing.publisher.verifier.check(1, is_first=False)
         with pytest.raises(PublishError, match=r"stamps tokens with \[1\], expected version 2"):
-            await changing.publisher.check(2, is_first=False)
+            await changing.publisher.verifier.check(2, is_first=False)
         await changing.publisher.publish(2)
-        assert (await changing.publisher.check(2, is_first=False))["async/engine_logprob_gap"] < 1e-4
+        assert (await changing.publisher.verifier.check(2, is_first=False))["async/engine_logprob_gap"] < 1e-4
 
 
 @TIED
@@ -419,9 +419,9 @@ async def test_contract_6_the_probe_catches_a_tied_head_left_stale_behind_new_em
         with existing(skip_repacking):
             await changing.publish_step(1)
         with pytest.raises(PublishError, match="the engines do not hold the weights that are trained"):
-            await changing.publisher.check(1, is_first=False)
+            await changing.publisher.verifier.check(1, is_first=False)
         await changing.publisher.publish(2)
-        await changing.publisher.check(2, is_first=False)
+        await changing.publisher.verifier.check(2, is_first=False)
 
 
 @asynccontextmanager

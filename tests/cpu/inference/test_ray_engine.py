@@ -383,7 +383,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_
 ) -> None:
     mapping = publisher_of(policy, engines, tmp_path / "mapped", is_broadcast=False)
     await mapping.publish(3)
-    expected = await mapping.verify_checksums(3)
+    expected = await mapping.verifier.verify_checksums(3)
     for engine in engines:
         await publish(engine, make_update(policy_dir, tmp_path, 4))
     assert await engines[0].checksum() != expected
@@ -393,7 +393,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_
         for engine in engines:
             await wait_for_blocks(engine, 2)
         await sending.publish(5)
-    assert await sending.verify_checksums(5) == expected
+    assert await sending.verifier.verify_checksums(5) == expected
     for call in calls:
         assert len(call.result().token_ids) == 300 and set(call.result().versions) == {4, 5}
     sending.close()

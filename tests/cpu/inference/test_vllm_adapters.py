@@ -201,7 +201,7 @@ async def test_an_update_that_cannot_be_an_adapter_of_the_policy_is_refused_and_
         ),
         f"the manifest, against the first update, lacks {a}": without(good, layer, tmp_path / "less"),
         "lora_alpha as 99, expected 10": described(good, tmp_path / "described", lora_alpha=99),
-        "adapter_config.json cannot be read": replace(good, path=str(tmp_path / "adapter_model.safetensors")),
+        "adapter_config.json cannot be read": replace(good, path=linked(good, tmp_path / "undescribed")),
     }
     for message, update in bad.items():
         with pytest.raises(PublishError, match=message):
@@ -230,12 +230,18 @@ def without(update: WeightUpdate, layer: str, directory: Path) -> WeightUpdate:
 
 
 def described(update: WeightUpdate, directory: Path, **changes: object) -> WeightUpdate:
-    directory.mkdir()
+    path = linked(update, directory)
     content = json.loads(Path(update.path).with_name(CONFIG_FILE).read_text())
     (directory / CONFIG_FILE).write_text(json.dumps(content | changes))
+    return replace(update, path=path)
+
+
+def linked(update: WeightUpdate, directory: Path) -> str:
+    """The update's tensors in another directory, without a description."""
+    directory.mkdir()
     path = directory / Path(update.path).name
     path.symlink_to(update.path)
-    return replace(update, path=str(path))
+    return str(path)
 
 
 async def test_layers_that_vllm_would_leave_out_in_silence_are_refused(root: Path, tmp_path: Path) -> None:

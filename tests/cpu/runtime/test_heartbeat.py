@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.runtime.heartbeat import Heartbeat, Ping, Silence, is_answered, listening
+from skyrl_async.runtime.heartbeat import Heartbeat, Ping, Silence, listening, until_silent
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 HEARTBEAT = Heartbeat(interval_s=5.0, timeout_s=20.0)
@@ -87,9 +87,19 @@ def test_silence_means_death_no_earlier_than_the_timeout(gaps: list[float]) -> N
         assert not is_dead or now >= HEARTBEAT.timeout_s * (1 - 1e-9)
 
 
-def test_an_answer_ends_the_wait_at_once() -> None:
-    async def main() -> float:
-        assert await is_answered(delayed(7.0)[0], 5.0, Silence(HEARTBEAT, 0.0).tick)
-        return asyncio.get_running_loop().time()
+def test_each_answer_and_each_interval_without_one_is_reported() -> None:
+    async def main() -> None:
+        reported: list[str] = []
+        now = asyncio.get_running_loop().time
+        ping, asked = delayed(7.0, 0.0, 1e9)
+        await until_silent(
+            ping,
+            HEARTBEAT,
+            on_answer=lambda: reported.append(f"answer at {now():g}"),
+            on_missed=lambda: reported.append(f"none at {now():g}"),
+        )
+        assert asked == [5.0, 17.0, 22.0]
+        missed = [f"none at {at}" for at in (27, 32, 37, 42)]
+        assert reported == ["none at 10", "answer at 12", "answer at 17", *missed]
 
-    assert run_in_virtual_time(main()) == 7.0
+    run_in_virtual_time(main())

@@ -591,13 +591,13 @@ def test_steps_that_are_to_be_evaluated_or_checked_are_published_whatever_else_i
 
     async def main() -> None:
         simulation = build_simulation(job)
-        events, check, checked = events_of(simulation), simulation.publisher.check, []
+        events, check, checked = events_of(simulation), simulation.publisher.verifier.check, []
 
         async def noting(version: int, *, is_first: bool) -> dict[str, float]:
             checked.append(version)
             return await check(version, is_first=is_first)
 
-        simulation.publisher.check = noting
+        simulation.publisher.verifier.check = noting
         await simulation.trainer.run()
         assert sorted(spans_of("load", events)) == [0, 3, 4, 5, 6, 8, 9, 10, 12]
         assert checked == [0, 5, 10]

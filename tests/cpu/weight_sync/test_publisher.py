@@ -560,7 +560,7 @@ def test_a_publish_without_engines_waits_for_one_which_then_serves_it() -> None:
             times = await setting.publisher.publish(1)
         assert setting.client.engines == (late,) and await setting.versions_served() == {1}
         assert times.pause < 5.0
-        assert await setting.publisher.check(1, is_first=True) == {"async/engine_logprob_gap": 0.0}
+        assert await setting.publisher.verifier.check(1, is_first=True) == {"async/engine_logprob_gap": 0.0}
 
     run_in_virtual_time(main())
 
@@ -586,7 +586,7 @@ def test_engines_that_disagree_are_found_by_attestation() -> None:
         setting = Setting(2)
         await setting.publisher.publish(0)
         setting.engines[1]._version = 7
-        await setting.publisher.verify_checksums(0)
+        await setting.publisher.verifier.verify_checksums(0)
 
     with pytest.raises(PublishError, match="expected version 0 and equal weights in every engine"):
         run_in_virtual_time(main())
@@ -608,7 +608,7 @@ def test_contract_6_the_probe_fails_by_the_largest_gap_and_by_numbers_that_are_n
     async def main() -> None:
         setting = Setting(2, Claiming(logprob))
         await setting.publisher.publish(0)
-        await setting.publisher.check(0, is_first=True)
+        await setting.publisher.verifier.check(0, is_first=True)
 
     with pytest.raises(PublishError, match=f"differ from the trainer's by up to {gap} nats at version 0"):
         run_in_virtual_time(main())
@@ -622,8 +622,8 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
     async def main() -> None:
         setting = Setting(0)
         setting.client = InferenceEngineClient([Mute("mute")], tokenizer=Letters(), max_model_len=100)
-        setting.publisher._verifier.client = setting.client
-        await setting.publisher.check(0, is_first=False)
+        setting.publisher.verifier.client = setting.client
+        await setting.publisher.verifier.check(0, is_first=False)
 
     with pytest.raises(NoEngineError, match="no inference engine survived the probe"):
         run_in_virtual_time(main())
@@ -632,9 +632,9 @@ def test_contract_6_a_probe_that_no_engine_answers_proves_nothing() -> None:
 def test_contract_6_a_prompt_that_fills_the_context_is_probed_at_its_end() -> None:
     async def main() -> dict[str, float]:
         setting = Setting(1)
-        setting.publisher._verifier.probe_prompt_token_ids = tuple(range(100))
+        setting.publisher.verifier.probe_prompt_token_ids = tuple(range(100))
         await setting.publisher.publish(0)
-        return await setting.publisher.check(0, is_first=True)
+        return await setting.publisher.verifier.check(0, is_first=True)
 
     assert run_in_virtual_time(main()) == {"async/engine_logprob_gap": 0.0}
 
