@@ -216,24 +216,16 @@ MaskGroup = Callable[[Group], Group]
 """A group -> the group with the tokens masked that the staleness policy leaves out."""
 
 
+@dataclass(frozen=True)
 class StepAdvantages:
-    """Computes advantages that depend on the other groups of the step, or on the KL penalty of the step.
+    """Computes advantages that depend on the other groups of the step, or on the KL penalty of the step."""
 
-    Args:
-        estimator: None if groups have their advantages from the reward stage.
-        penalty: subtracted from rewards first; None for no penalty.
-        mark: marks tokens afterwards; None if the loss needs no marks.
-    """
-
-    def __init__(
-        self,
-        estimator: AdvantageEstimator | None = None,
-        penalty: "KlPenalty | None" = None,
-        mark: "Mark | None" = None,
-    ) -> None:
-        self._estimator = estimator
-        self._penalty = penalty
-        self._mark = mark
+    estimator: AdvantageEstimator | None = None
+    """None if groups have their advantages from the reward stage."""
+    penalty: "KlPenalty | None" = None
+    """Subtracted from rewards first; None for no penalty."""
+    mark: "Mark | None" = None
+    """Marks tokens afterwards; None if the loss needs no marks."""
 
     def __call__(self, groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> Sequence[Group]:
         """Return groups of one step with advantages and marks. Each group is passed once.
@@ -241,41 +233,41 @@ class StepAdvantages:
         All groups of a step must be passed in one call if the estimator or the marks depend on all of them. Rewards and the penalty cover
         whole answers; only trained tokens are counted and marked.
         """
-        if self._estimator is not None:
+        if self.estimator is not None:
             rewards = [self._rewards_of(group, masked_group(group)) for group in groups]
             live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
-            found = dict(zip(live, self._estimator([rewards[index] for index in live]), strict=True))
+            found = dict(zip(live, self.estimator([rewards[index] for index in live]), strict=True))
             groups = [_with_these(group, found.get(index, ())) for index, group in enumerate(groups)]
-        if self._mark is None:
+        if self.mark is None:
             return groups
-        marked = self._mark([masked_group(group) for group in groups])
+        marked = self.mark([masked_group(group) for group in groups])
         return [_with_marks(*pair) for pair in zip(groups, marked, strict=True)]
 
     def _rewards_of(self, group: Group, part: Group) -> GroupRewards:
         samples = live_samples_of(group.trajectories)
         return GroupRewards(
-            rewards=tuple(s.shaped_reward if self._penalty is None else self._penalty.penalised(s) for s in samples),
+            rewards=tuple(s.shaped_reward if self.penalty is None else self.penalty.penalised(s) for s in samples),
             num_tokens=tuple(sample.num_sampled_tokens for sample in live_samples_of(part.trajectories)),
         )
 
     def end_step(self) -> dict[str, float]:
         """Called after each optimizer step; returns the figures of its penalty."""
-        return {} if self._penalty is None else self._penalty.end_step()
+        return {} if self.penalty is None else self.penalty.end_step()
 
     @property
     def need_mini_batch(self) -> bool:
         """Whether they are computed for all groups of a step at once."""
-        return self._mark is not None or (self._estimator is not None and self._estimator.needs_mini_batch)
+        return self.mark is not None or (self.estimator is not None and self.estimator.needs_mini_batch)
 
     @property
     def kl_coef(self) -> float | None:
         """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
-        return None if self._penalty is None else self._penalty.controller.coefficient
+        return None if self.penalty is None else self.penalty.controller.coefficient
 
     def restore(self, kl_coef: float | None) -> None:
         """Restore a checkpoint's coefficient if it follows a target. A fixed coefficient always comes from the configuration."""
-        if kl_coef is not None and self._penalty is not None and self._penalty.controller.target is not None:
-            self._penalty.controller.coefficient = kl_coef
+        if kl_coef is not None and self.penalty is not None and self.penalty.controller.target is not None:
+            self.penalty.controller.coefficient = kl_coef
 
 
 def _with_these(group: Group, of_samples: Sequence[float]) -> Group:

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class TrainerState:
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
     """Coefficient of the KL penalty in the reward at the next step; None without a penalty."""
-    filtered_in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
+    filtered_in_a_row: dict[str, int] = field(default_factory=dict)
     """Consecutive groups filtered for equal rewards, by reason."""
 
 
@@ -77,35 +77,28 @@ class Usable:
     """What is wrong with each newer checkpoint that was passed over."""
 
 
+@dataclass(eq=False)
 class Checkpointer:
-    """The checkpoints of one run.
+    """The checkpoints of one run."""
 
-    Args:
-        directory: ``<run>/checkpoints``.
-        max_to_keep: older checkpoints are deleted; 0 keeps all.
-        on_written: called with the path of each new checkpoint, before older ones are deleted.
-        threads: work on the files; None: daemon threads, because a disk may hang and the exit must not wait for it.
-    """
+    directory: Path
+    """``<run>/checkpoints``."""
+    max_to_keep: int = field(kw_only=True)
+    """Older checkpoints are deleted; 0 keeps all."""
+    on_written: Callable[[Path], None] = field(default=lambda path: None, kw_only=True)
+    """Called with the path of each new checkpoint, before older ones are deleted."""
+    threads: Executor | None = field(default=None, kw_only=True)
+    """Work on the files; None: daemon threads, because a disk may hang and the exit must not wait for it."""
+    num_failures: int = field(default=0, init=False)
+    failure: CheckpointError | None = field(default=None, init=False)
+    """Why the last checkpoint was not written; None when it was."""
+    _files_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    """Held by the thread that works on the files: one that a cancellation has left behind ends first."""
+    _begun: set[Path] = field(default_factory=set, init=False)
+    """Partial checkpoints that a policy may still be writing into, also after a cancellation."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        max_to_keep: int,
-        on_written: Callable[[Path], None] = lambda path: None,
-        threads: Executor | None = None,
-    ) -> None:
-        self._directory = directory
-        self._max_to_keep = max_to_keep
-        self._on_written = on_written
-        self._threads = threads or DaemonThreads("checkpoint")
-        self._files_lock = threading.Lock()
-        """Held by the thread that works on the files: one that a cancellation has left behind ends first."""
-        self._begun: set[Path] = set()
-        """Partial checkpoints that a policy may still be writing into, also after a cancellation."""
-        self.num_failures = 0
-        self.failure: CheckpointError | None = None
-        """Why the last checkpoint was not written; None when it was."""
+    def __post_init__(self) -> None:
+        self.threads = self.threads or DaemonThreads("checkpoint")
 
     async def try_write(self, policy: Policy, state: TrainerState) -> Path | None:
         """Call ``write``; when it fails, log and count the failure and return None: the run continues without the checkpoint."""
@@ -125,7 +118,7 @@ class Checkpointer:
         Files are written and synced in a thread. Raises ``CheckpointError`` when that fails (a full disk, say): no part of the
         checkpoint is left, and earlier ones stay.
         """
-        partial = self._directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
+        partial = self.directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
         is_abandoned = threading.Event()
         try:
             await self._in_thread(lambda: self._begin(partial))
@@ -135,12 +128,12 @@ class Checkpointer:
             await self._in_thread(lambda: self._discard(partial))
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
-                f"the checkpoint of step {state.step} could not be written to {self._directory}: {reason}"
+                f"the checkpoint of step {state.step} could not be written to {self.directory}: {reason}"
             ) from error
         except asyncio.CancelledError:
             is_abandoned.set()  # threads and the policy continue: the next write, or run, removes their files
             raise
-        self._on_written(final)
+        self.on_written(final)
         await self._in_thread(lambda: self._delete_old(state.step))
         return final
 
@@ -149,11 +142,11 @@ class Checkpointer:
             with self._files_lock:
                 return work()
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, locked_work)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, locked_work)
 
     def _begin(self, partial: Path) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        sync(self._directory.parent)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        sync(self.directory.parent)
         self.tidy()
         self._begun.add(partial)
         partial.mkdir()
@@ -178,8 +171,8 @@ class Checkpointer:
         check()
         pointer = self._prepare_pointer(state.step)  # everything that needs disk space comes before the renames
         final = self._move_into_place(partial, self._path(state.step))
-        os.replace(pointer, self._directory / LATEST)
-        sync(self._directory)
+        os.replace(pointer, self.directory / LATEST)
+        sync(self.directory)
         return final
 
     def _discard(self, partial: Path) -> None:
@@ -199,7 +192,7 @@ class Checkpointer:
         refused = []
         for path in self._candidates():
             if not path.is_dir():
-                refused.append(f"{self._directory / LATEST} names {path.name}, which is not there")
+                refused.append(f"{self.directory / LATEST} names {path.name}, which is not there")
                 continue
             try:
                 return Usable(path=path, state=read_state(path), refused=tuple(refused))
@@ -207,7 +200,7 @@ class Checkpointer:
                 refused.append(str(error))
         if refused:
             raise CheckpointError(
-                f"no checkpoint in {self._directory} can be used: {'; '.join(refused)}; start anew with another "
+                f"no checkpoint in {self.directory} can be used: {'; '.join(refused)}; start anew with another "
                 "trainer.output_dir"
             )
         return None
@@ -222,46 +215,46 @@ class Checkpointer:
         After a kill on the way, the run resumes from one of them or from ``step``.
         """
         self.tidy()
-        folder = self._directory / aside
+        folder = self.directory / aside
         folder.mkdir(exist_ok=True)
         later = [self._path(other) for other in reversed(self._steps()) if other > step]
         moved = [path.rename(folder / path.name) for path in later]
-        os.replace(self._prepare_pointer(step), self._directory / LATEST)
-        sync(self._directory)
+        os.replace(self._prepare_pointer(step), self.directory / LATEST)
+        sync(self.directory)
         return moved
 
     def _candidates(self) -> list[Path]:
         """Return the paths to try in order: the one that ``latest`` names, then the others, newest first."""
         paths = [self._path(step) for step in reversed(self._steps())]
-        pointer = self._directory / LATEST
+        pointer = self.directory / LATEST
         if not pointer.exists():
             return paths
-        pointed_at = self._directory / f"{_PREFIX}{pointer.read_text(errors='replace').strip()}"
+        pointed_at = self.directory / f"{_PREFIX}{pointer.read_text(errors='replace').strip()}"
         return [pointed_at, *(path for path in paths if path != pointed_at)]
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"{_PREFIX}{step}"
+        return self.directory / f"{_PREFIX}{step}"
 
     def _steps(self) -> list[int]:
         """Steps of the existing checkpoints, ascending."""
-        names = [p.name.removeprefix(_PREFIX) for p in self._directory.glob(f"{_PREFIX}*")]
+        names = [p.name.removeprefix(_PREFIX) for p in self.directory.glob(f"{_PREFIX}*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def _move_into_place(self, partial: Path, final: Path) -> Path:
         """Rename to the final name; an existing checkpoint of that name is moved aside first and deleted after."""
-        replaced = self._directory / f"{_REPLACED}{final.name}"
+        replaced = self.directory / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
         self._begun.discard(partial)
-        sync(self._directory)
+        sync(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def _restore_replaced(self) -> None:
         """Move back checkpoints whose successor was not moved into place."""
-        for replaced in self._directory.glob(f"{_REPLACED}*"):
-            final = self._directory / replaced.name.removeprefix(_REPLACED)
+        for replaced in self.directory.glob(f"{_REPLACED}*"):
+            final = self.directory / replaced.name.removeprefix(_REPLACED)
             if not final.exists():
                 replaced.rename(final)
 
@@ -270,13 +263,13 @@ class Checkpointer:
         self._restore_replaced()
         self._pointer_in_work.unlink(missing_ok=True)
         for pattern in (f"{_PARTIAL}{_PREFIX}*", f"{_REPLACED}*"):
-            for left in self._directory.glob(pattern):
+            for left in self.directory.glob(pattern):
                 if left not in self._begun:
                     shutil.rmtree(left)
 
     @property
     def _pointer_in_work(self) -> Path:
-        return self._directory / f"{_PARTIAL}{LATEST}"
+        return self.directory / f"{_PARTIAL}{LATEST}"
 
     def _prepare_pointer(self, step: int) -> Path:
         self._pointer_in_work.write_text(str(step))
@@ -284,14 +277,14 @@ class Checkpointer:
         return self._pointer_in_work
 
     def _delete_old(self, newest: int) -> None:
-        if not self._max_to_keep:
+        if not self.max_to_keep:
             return
         try:
-            for step in [s for s in self._steps() if s <= newest][: -self._max_to_keep]:
+            for step in [s for s in self._steps() if s <= newest][: -self.max_to_keep]:
                 doomed = self._path(step)
                 shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
         except OSError as error:
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self._directory, error)
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self.directory, error)
 
 
 def read_state(path: Path) -> TrainerState:

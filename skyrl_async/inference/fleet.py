@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_async.config.schema.engine import EngineConfig
@@ -47,37 +48,28 @@ class _Member:
         self.death = asyncio.get_running_loop().create_future()
 
 
+@dataclass(eq=False)
 class Fleet:
-    """Listens to a client's pool, and supervises its engines while ``supervising`` lasts.
+    """Listens to a client's pool, and supervises its engines while ``supervising`` lasts."""
 
-    Args:
-        client: has the engines. For a run to outlive its last engine it must wait for one (``engine_wait_s=None``).
-        start: boots an engine with the name given. Raises ``EngineStartError``.
-        config: heartbeats, restarts, and how long to wait without any engine.
-        say: takes a line for the people who watch.
-        front_ends: learn which engines there are, at every change and every heartbeat interval.
-        lives: by name, of engines that were restarted before they served.
-    """
+    client: InferenceEngineClient
+    """Has the engines. For a run to outlive its last engine it must wait for one (``engine_wait_s=None``)."""
+    start: Callable[[str], Awaitable[InferenceEngine]] = field(kw_only=True)
+    """Boots an engine with the name given. Raises ``EngineStartError``."""
+    config: EngineConfig = field(kw_only=True)
+    """Heartbeats, restarts, and how long to wait without any engine."""
+    say: Callable[[str], None] = field(kw_only=True)
+    """Takes a line for the people who watch."""
+    front_ends: Sequence[FrontEndPool] = field(default=(), kw_only=True)
+    """Learn which engines there are, at every change and every heartbeat interval."""
+    lives: dict[str, EngineLife] = field(default_factory=dict, kw_only=True)
+    """By place, which has the name of its first engine. Given for engines that were restarted before they served."""
+    _members: list[_Member] = field(default_factory=list, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
-    def __init__(
-        self,
-        client: InferenceEngineClient,
-        *,
-        start: Callable[[str], Awaitable[InferenceEngine]],
-        config: EngineConfig,
-        say: Callable[[str], None],
-        front_ends: Sequence[FrontEndPool] = (),
-        lives: dict[str, EngineLife] | None = None,
-    ) -> None:
-        self._client = client
-        self._start = start
-        self._config = config
-        self._outage = Outage(client.pool, config.no_engine_timeout_s, say)
-        self._front_ends = [FrontEndNotifier(front_end) for front_end in front_ends]
-        self._lives = {} if lives is None else lives
-        """By place, which has the name of its first engine."""
-        self._members: list[_Member] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __post_init__(self) -> None:
+        self._outage = Outage(self.client.pool, self.config.no_engine_timeout_s, self.say)
+        self._notifiers = [FrontEndNotifier(front_end) for front_end in self.front_ends]
         self._group: asyncio.TaskGroup
 
     @asynccontextmanager
@@ -85,16 +77,16 @@ class Fleet:
         """Supervise while the block runs; then close every engine, also those that joined later."""
         try:
             async with task_group() as self._group:
-                self._client.pool.listener = self
-                for engine in self._client.engines:
+                self.client.pool.listener = self
+                for engine in self.client.engines:
                     self.engine_joined(engine)
-                for i, front_end in enumerate(self._front_ends):
-                    interval_s = self._config.heartbeat_interval_s
-                    self._spawn(f"front-end-{i}-notifier", front_end.run(self._client.pool, interval_s))
+                for i, front_end in enumerate(self._notifiers):
+                    interval_s = self.config.heartbeat_interval_s
+                    self._spawn(f"front-end-{i}-notifier", front_end.run(self.client.pool, interval_s))
                 try:
                     yield
                 finally:
-                    self._client.pool.listener = None
+                    self.client.pool.listener = None
                     self._outage.end()
                     for task in self._tasks:
                         task.cancel()
@@ -110,11 +102,11 @@ class Fleet:
         place = next(name for i in itertools.count() if not self._may_serve(name := f"engine-{i}"))
         for member in [member for member in self._members if member.place == place]:
             self._forget(member)
-        self._lives[place] = EngineLife(self._config)
+        self.lives[place] = EngineLife(self.config)
         try:
-            await self._admit(await self._start(place))
+            await self._admit(await self.start(place))
         except BaseException as error:
-            del self._lives[place]
+            del self.lives[place]
             self._end_wait_if_none_may_serve(str(error))
             raise
         return place
@@ -129,35 +121,35 @@ class Fleet:
         """
         member = next((member for member in self._members if name in (member.place, member.engine.name)), None)
         if member is None:
-            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(self._lives) or 'none'}")
+            raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(self.lives) or 'none'}")
         if self._may_serve(member.place):
-            if not any(self._may_serve(place) for place in self._lives if place != member.place):
+            if not any(self._may_serve(place) for place in self.lives if place != member.place):
                 raise InferenceError(f"{name} is the only engine; add another one before it is removed")
-            if member.engine not in self._client.engines:
+            if member.engine not in self.client.engines:
                 member.task.cancel()
                 await asyncio.wait([member.task])
-        if member.engine in self._client.engines:
-            await self._client.remove_engine(member.engine.name)
+        if member.engine in self.client.engines:
+            await self.client.remove_engine(member.engine.name)
         await member.engine.close()
         self._forget(member)
 
     def states(self) -> dict[str, EngineState]:
         """The state of every place."""
-        return {place: life.state for place, life in self._lives.items()}
+        return {place: life.state for place, life in self.lives.items()}
 
     def statistics(self) -> dict[str, float]:
         """Values by metric name."""
         return {
-            "engines/serving": float(len(self._client.engines)),
-            "engines/restarts": float(sum(life.num_restarts for life in self._lives.values())),
-            "engines/heartbeats_missed": float(sum(life.num_missed for life in self._lives.values())),
+            "engines/serving": float(len(self.client.engines)),
+            "engines/restarts": float(sum(life.num_restarts for life in self.lives.values())),
+            "engines/heartbeats_missed": float(sum(life.num_missed for life in self.lives.values())),
         }
 
     def engine_joined(self, engine: InferenceEngine) -> None:
         """See ``EngineListener``. A restarted engine has its place already."""
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None:
-            life = self._lives.setdefault(engine.name, EngineLife(self._config))
+            life = self.lives.setdefault(engine.name, EngineLife(self.config))
             member = _Member(engine.name, engine, life)
             self._members.append(member)
             member.task = self._spawn(f"supervise-{engine.name}", self._supervise(member))
@@ -168,8 +160,8 @@ class Fleet:
         """See ``EngineListener``. Front ends are told before the engine's requests are evicted."""
         self._member_of(name).report_death(None)
         self._outage.update()
-        for front_end in self._front_ends:
-            await front_end.notify(self._client.pool)
+        for front_end in self._notifiers:
+            await front_end.notify(self.client.pool)
 
     def engine_died(self, name: str, reason: str) -> None:
         """See ``EngineListener``."""
@@ -181,7 +173,7 @@ class Fleet:
 
     def _notify(self) -> None:
         self._outage.update()
-        for front_end in self._front_ends:
+        for front_end in self._notifiers:
             front_end.changed.set()
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -194,7 +186,7 @@ class Fleet:
         """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is removed or its place given up."""
         while (reason := await self._death_of(member)) is not None:
             member.life.die()
-            self._client.drop_engine(member.engine, EngineDeadError(reason))
+            self.client.drop_engine(member.engine, EngineDeadError(reason))
             await member.engine.close()
             if not await self._restart(member, reason):
                 return
@@ -210,8 +202,8 @@ class Fleet:
 
     async def _check_heartbeats(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which means the engine's death."""
-        life, timeout_s = member.life, self._config.heartbeat_timeout_s
-        heartbeat = Heartbeat(interval_s=self._config.heartbeat_interval_s, timeout_s=timeout_s)
+        life, timeout_s = member.life, self.config.heartbeat_timeout_s
+        heartbeat = Heartbeat(interval_s=self.config.heartbeat_interval_s, timeout_s=timeout_s)
         try:
             await until_silent(member.engine.ping, heartbeat, on_answer=life.answer, on_missed=life.miss)
         except EngineDeadError as error:
@@ -226,38 +218,38 @@ class Fleet:
             name = f"{member.place}.{member.life.num_restarts}"
             logger.info("starting %s in the place of %s", name, member.engine.name)
             try:
-                member.replace_engine(await self._start(name))
+                member.replace_engine(await self.start(name))
                 await self._admit(member.engine)
             except (InferenceError, PublishError) as error:
                 reason = str(error)
                 logger.error("%s does not serve: %s", name, reason)
             else:
                 return True
-        max_restarts = self._config.max_restarts
+        max_restarts = self.config.max_restarts
         logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
         self._end_wait_if_none_may_serve(reason)
         return False
 
     def _end_wait_if_none_may_serve(self, reason: str) -> None:
-        if not any(self._may_serve(place) for place in self._lives):
-            self._client.pool.give_up(
-                f"no inference engine is left, and engine.max_restarts={self._config.max_restarts} are used up; the last failure: "
+        if not any(self._may_serve(place) for place in self.lives):
+            self.client.pool.give_up(
+                f"no inference engine is left, and engine.max_restarts={self.config.max_restarts} are used up; the last failure: "
                 f"{reason}"
             )
 
     def _may_serve(self, place: str) -> bool:
         """Whether an engine serves in the place or is starting there."""
-        return place in self._lives and self._lives[place].state is not EngineState.given_up
+        return place in self.lives and self.lives[place].state is not EngineState.given_up
 
     def _forget(self, member: _Member) -> None:
         """Free the member's place. Idempotent."""
         if member in self._members:
             self._members.remove(member)
-            del self._lives[member.place]
+            del self.lives[member.place]
 
     async def _admit(self, engine: InferenceEngine) -> None:
         try:
-            await self._client.add_engine(engine)
+            await self.client.add_engine(engine)
         except BaseException:
             await engine.close()
             raise

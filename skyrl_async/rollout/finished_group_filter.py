@@ -14,6 +14,7 @@ trained.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from skyrl_async.algorithms.reward_shaping import mask_overlong
@@ -53,33 +54,24 @@ def no_signal(trajectories: Sequence[Trajectory], tolerance: float) -> NoSignal 
     return next(near, NoSignal.CONSTANT)
 
 
+@dataclass(eq=False)
 class FinishedGroupFilter:
-    """Decides on each group as soon as it is finished, and stops a run that gets too few groups with a signal.
+    """Decides on each group as soon as it is finished, and stops a run that gets too few groups with a signal."""
 
-    Args:
-        dataloader: records filtered prompts.
-        staleness: admits other groups for the filtered ones.
-        buffer: receives the other groups.
-        config: says whether groups are filtered, and whether samples that a length limit cut are masked before the decision.
-    """
+    dataloader: _AsyncDataloader
+    """Records filtered prompts."""
+    staleness: _AsyncStalenessManager
+    """Admits other groups for the filtered ones."""
+    buffer: GroupBuffer
+    """Receives the other groups."""
+    config: Config
+    """Says whether groups are filtered, and whether samples that a length limit cut are masked before the decision."""
+    _num_kept: int = field(default=0, init=False)
+    _last_uid: str = field(default="unknown", init=False)
+    _in_a_row: Counter[str] = field(default_factory=Counter, init=False)
 
-    def __init__(
-        self,
-        dataloader: _AsyncDataloader,
-        staleness: _AsyncStalenessManager,
-        buffer: GroupBuffer,
-        config: Config,
-    ) -> None:
-        self._dataloader = dataloader
-        self._staleness = staleness
-        self._buffer = buffer
-        self._filters = config.trainer.fully_async.sample_full_batch
-        self._tolerance = config.trainer.algorithm.zero_variance_filter_tol
-        self._max_in_a_row = config.trainer.max_filtered_in_a_row
-        self._masks_overlong = config.generator.apply_overlong_filtering
-        self._num_kept = 0
-        self._last_uid = "unknown"
-        self._in_a_row: Counter[str] = Counter()
+    def __post_init__(self) -> None:
+        self._filters = self.config.trainer.fully_async.sample_full_batch
         self.counts = {"filtered_groups": 0, "filtered_tokens": 0} | {f"filtered/{reason}": 0 for reason in NoSignal}
         """Filtered groups and tokens so far, and groups by reason."""
 
@@ -89,16 +81,17 @@ class FinishedGroupFilter:
         Raises ``GenerationError`` if too many in a row are filtered.
         """
         num_tokens = group.num_sampled_tokens
-        if self._masks_overlong:
+        if self.config.generator.apply_overlong_filtering:
             group = mask_overlong(group)
-        if not self._filters or (reason := no_signal(group.trajectories, self._tolerance)) is None:
+        tolerance = self.config.trainer.algorithm.zero_variance_filter_tol
+        if not self._filters or (reason := no_signal(group.trajectories, tolerance)) is None:
             self._num_kept += 1
             self._in_a_row.clear()
-            self._buffer.put(group)
+            self.buffer.put(group)
             return
-        await self._dataloader.mark_filtered_uids([(group.epoch, group.uid)])
-        await self._staleness.on_rollout_filtered(admission_of(group))
-        self._buffer.notify()
+        await self.dataloader.mark_filtered_uids([(group.epoch, group.uid)])
+        await self.staleness.on_rollout_filtered(admission_of(group))
+        self.buffer.notify()
         self.counts["filtered_groups"] += 1
         self.counts[f"filtered/{reason}"] += 1
         self.counts["filtered_tokens"] += num_tokens
@@ -108,7 +101,7 @@ class FinishedGroupFilter:
             "fewer than two trained samples" if is_single else f"{live_samples_of(group.trajectories)[0].reward:.4g}"
         )
         self._in_a_row[rewards] += 1
-        most, num_in_a_row = self._max_in_a_row, self._in_a_row.total()
+        most, num_in_a_row = self.config.trainer.max_filtered_in_a_row, self._in_a_row.total()
         if most and num_in_a_row >= most:
             raise self._error(
                 f"{num_in_a_row} groups in a row had no difference in reward, which is all that "
@@ -127,8 +120,8 @@ class FinishedGroupFilter:
 
     def raise_if_nothing_is_left(self) -> None:
         """After the end of the data, raise ``GenerationError`` if every group was filtered, before a resume or since."""
-        is_any_filtered = self._dataloader.statistics()["filtered_total"] > 0
-        if self._filters and is_any_filtered and not self._staleness.num_accepted:
+        is_any_filtered = self.dataloader.statistics()["filtered_total"] > 0
+        if self._filters and is_any_filtered and not self.staleness.num_accepted:
             raise self._error("the data ended, and no group had a difference in reward: there is nothing to train")
 
     def _error(self, found: str) -> GenerationError:

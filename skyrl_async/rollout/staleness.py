@@ -15,7 +15,7 @@ The trainer acts on the decisions of a ``StalenessPolicy``, one for each value o
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skyrl_async.errors import StateError
 from skyrl_async.runtime.tasks import Changes
@@ -32,6 +32,7 @@ class Admission:
     """Policy version at admission."""
 
 
+@dataclass(eq=False)
 class _AsyncStalenessManager:
     """Admits groups by the capacity rule (AReaL, section 5.1; SkyRL).
 
@@ -39,51 +40,40 @@ class _AsyncStalenessManager:
     mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far and not
     filtered, the trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
     mini_batch_size``, so a trainer that asks ``may_train`` never exceeds the bound.
-
-    Args:
-        max_concurrent_generation_groups: groups in flight at once, >= 1.
-        mini_batch_size: groups per optimizer step, >= 1.
-        max_staleness_steps: the bound, >= 0.
-        max_groups: groups admitted in all; None: no limit.
-        limits_buffered_groups: while the trainer is busy, finished groups count as in flight until they are trained: a group that is
-            generated before the trainer can take it only ages. While the trainer waits, they do not count.
-        admits_whole_batches: admit each mini-batch at once, after the last group of the previous one has ended.
     """
 
-    def __init__(
-        self,
-        max_concurrent_generation_groups: int,
-        mini_batch_size: int,
-        max_staleness_steps: int,
-        max_groups: int | None = None,
-        *,
-        limits_buffered_groups: bool = False,
-        admits_whole_batches: bool = False,
-    ) -> None:
-        self._max_running = max_concurrent_generation_groups
-        self._mini_batch_size = mini_batch_size
-        self.max_staleness_steps = max_staleness_steps
-        """The bound."""
-        self._max_groups = max_groups
-        self._limits_buffered_groups = limits_buffered_groups
-        self._admits_whole_batches = admits_whole_batches
-        self._is_trainer_waiting = True
-        self.served_version = 0
-        """Policy version that every engine serves: groups are admitted at it."""
-        self.trained_version = 0
-        """Completed optimizer steps: groups are trained at this version."""
-        self._num_trained = 0
-        self.next_index = 0
-        """Index of the next admission: the number of groups admitted so far."""
-        self._running: dict[int, Admission] = {}
-        self._finished: dict[int, Admission] = {}
-        self._open: OrderedDict[int, Admission] = OrderedDict()
-        """Admission index -> group that is neither trained nor dropped, in order of admission."""
-        self._num_open_of: Counter[int] = Counter()
-        """Scheduled version -> open groups, so that ``may_train`` takes no longer with ten thousand groups."""
-        self._num_waiting = 0
-        self._first_in_line = asyncio.Lock()
-        self._changes = Changes()
+    max_concurrent_generation_groups: int
+    """Groups in flight at once, >= 1."""
+    mini_batch_size: int
+    """Groups per optimizer step, >= 1."""
+    max_staleness_steps: int
+    """The bound, >= 0."""
+    max_groups: int | None = None
+    """Groups admitted in all; None: no limit."""
+    limits_buffered_groups: bool = field(default=False, kw_only=True)
+    """While the trainer is busy, finished groups count as in flight until they are trained: a group that is generated before the trainer
+    can take it only ages. While the trainer waits, they do not count.
+    """
+    admits_whole_batches: bool = field(default=False, kw_only=True)
+    """Admit each mini-batch at once, after the last group of the previous one has ended."""
+
+    served_version: int = field(default=0, init=False)
+    """Policy version that every engine serves: groups are admitted at it."""
+    trained_version: int = field(default=0, init=False)
+    """Completed optimizer steps: groups are trained at this version."""
+    next_index: int = field(default=0, init=False)
+    """Index of the next admission: the number of groups admitted so far."""
+    _num_trained: int = field(default=0, init=False)
+    _is_trainer_waiting: bool = field(default=True, init=False)
+    _running: dict[int, Admission] = field(default_factory=dict, init=False)
+    _finished: dict[int, Admission] = field(default_factory=dict, init=False)
+    _open: OrderedDict[int, Admission] = field(default_factory=OrderedDict, init=False)
+    """Admission index -> group that is neither trained nor dropped, in order of admission."""
+    _num_open_of: Counter[int] = field(default_factory=Counter, init=False)
+    """Scheduled version -> open groups, so that ``may_train`` takes no longer with ten thousand groups."""
+    _num_waiting: int = field(default=0, init=False)
+    _first_in_line: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _changes: Changes = field(default_factory=Changes, init=False)
 
     @property
     def num_running(self) -> int:
@@ -98,16 +88,16 @@ class _AsyncStalenessManager:
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        limit = (self.max_staleness_steps + self.served_version + 1) * self._mini_batch_size
-        if self._max_groups is not None:
-            limit = min(limit, self._max_groups)
+        limit = (self.max_staleness_steps + self.served_version + 1) * self.mini_batch_size
+        if self.max_groups is not None:
+            limit = min(limit, self.max_groups)
         num_admitted = self.num_accepted + len(self._running)
         num_left = limit - num_admitted
-        if self._admits_whole_batches and self._running and num_admitted % self._mini_batch_size == 0:
+        if self.admits_whole_batches and self._running and num_admitted % self.mini_batch_size == 0:
             return 0
-        is_ahead = self._limits_buffered_groups and not self._is_trainer_waiting
+        is_ahead = self.limits_buffered_groups and not self._is_trainer_waiting
         num_in_flight = len(self._running) + (len(self._finished) if is_ahead else 0)
-        return max(0, min(num_left, self._max_running - num_in_flight))
+        return max(0, min(num_left, self.max_concurrent_generation_groups - num_in_flight))
 
     async def acquire_submission_slot(self) -> Admission:
         """Wait until the rule admits one more group, and admit it; first come, first served.
@@ -189,7 +179,7 @@ class _AsyncStalenessManager:
         for version in sorted(v for v in self._num_open_of if v < scheduled_version):
             num_before += self._num_open_of[version]
             steps_left = version + self.max_staleness_steps - self.trained_version
-            if num_before >= num_free + steps_left * self._mini_batch_size:
+            if num_before >= num_free + steps_left * self.mini_batch_size:
                 return False
         return True
 
@@ -217,11 +207,11 @@ class _AsyncStalenessManager:
         if self.next_index or self.served_version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
         self.served_version = self.trained_version = version
-        self._num_trained = version * self._mini_batch_size
+        self._num_trained = version * self.mini_batch_size
         self.next_index = next_index
         restored: list[Admission] = []
         for admission in sorted((*finished, *running), key=lambda a: a.index):
-            num_steps_before = len(restored) // self._mini_batch_size
+            num_steps_before = len(restored) // self.mini_batch_size
             staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
             if staleness <= self.max_staleness_steps:
                 restored.append(admission)

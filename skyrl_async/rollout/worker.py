@@ -60,54 +60,43 @@ class _GroupInFlight:
     sample_states: SampleStates = field(default_factory=SampleStates)
 
 
+@dataclass(kw_only=True, eq=False)
 class GenerationWorkers:
-    """Keeps as many groups in flight as the staleness manager admits.
+    """Keeps as many groups in flight as the staleness manager admits."""
 
-    Args:
-        dataloader: source of prompts; records the state of each.
-        staleness: admits groups.
-        buffer: receives finished groups; closed when the data has ended.
-        generator: generates a group.
-        client: the inference client that the generator samples from.
-        config: checked.
-        trace: gets one span per group.
-        board: shows the stages dataloader, generate and rollout.
-    """
+    dataloader: _AsyncDataloader
+    """Source of prompts; records the state of each."""
+    staleness: _AsyncStalenessManager
+    """Admits groups."""
+    buffer: GroupBuffer
+    """Receives finished groups; closed when the data has ended."""
+    generator: Generator
+    """Generates a group."""
+    client: GenerationClient
+    """The inference client that the generator samples from."""
+    config: Config
+    """Checked."""
+    trace: Trace
+    """Gets one span per group."""
+    board: StageBoard
+    """Shows the stages dataloader, generate and rollout."""
+    _resume_counts: ResumeCounts = field(default_factory=ResumeCounts, init=False)
+    _in_flight: dict[int, _GroupInFlight] = field(default_factory=dict, init=False)
+    _group_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
+    """Accepts tasks; None before ``run``, and after its end or first failure."""
+    _on_failure: Callable[[Exception], None] = field(default=lambda error: None, init=False)
+    _drawing: asyncio.Task[None] | None = field(default=None, init=False)
+    """Draws prompts until the data has ended."""
+    _counts: Counter[str] = field(default_factory=Counter, init=False)
 
-    def __init__(
-        self,
-        *,
-        dataloader: _AsyncDataloader,
-        staleness: _AsyncStalenessManager,
-        buffer: GroupBuffer,
-        generator: Generator,
-        client: GenerationClient,
-        config: Config,
-        trace: Trace,
-        board: StageBoard,
-    ) -> None:
-        self._dataloader = dataloader
-        self._staleness = staleness
-        self._buffer = buffer
-        self._retrier = RolloutRetrier(generator, config.generator, client.deadlines)
-        self._num_samples = config.generator.n_samples_per_prompt
-        self._sampling = from_section(SamplingParams, config.generator.sampling)
-        self._seed = config.trainer.seed
-        self._may_requeue = STALENESS_POLICIES[config.trainer.staleness_policy.name].drops_groups
-        self._trace = trace
-        self._client = client
-        self._board = board
-        self._failures = FailureWatch(config.generator.max_failed_fraction)
-        self.finished_groups = FinishedGroupFilter(dataloader, staleness, buffer, config)
-        self._resume_counts = ResumeCounts()
-        self._in_flight: dict[int, _GroupInFlight] = {}
-        self._group_tasks: dict[int, asyncio.Task[None]] = {}
-        self._tasks: asyncio.TaskGroup | None = None
-        """Accepts tasks; None before ``run``, and after its end or first failure."""
-        self._on_failure: Callable[[Exception], None] = lambda error: None
-        self._drawing: asyncio.Task[None] | None = None
-        """Draws prompts until the data has ended."""
-        self._counts = Counter[str]()
+    def __post_init__(self) -> None:
+        settings = self.config.generator
+        self._retrier = RolloutRetrier(self.generator, settings, self.client.deadlines)
+        self._num_samples = settings.n_samples_per_prompt
+        self._sampling = from_section(SamplingParams, settings.sampling)
+        self._failures = FailureWatch(settings.max_failed_fraction)
+        self.finished_groups = FinishedGroupFilter(self.dataloader, self.staleness, self.buffer, self.config)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -118,7 +107,7 @@ class GenerationWorkers:
             **self.finished_groups.counts,
             **asdict(self._resume_counts),
             "retries": self._retrier.num_retries,
-            "abandoned_tokens": self._client.num_abandoned_tokens
+            "abandoned_tokens": self.client.num_abandoned_tokens
             - sum(group.token_usage.num_cut_off_tokens for group in self._in_flight.values())
             + self._counts["requeued_tokens"]
             + self._retrier.num_wasted_tokens,
@@ -138,15 +127,15 @@ class GenerationWorkers:
                 for restored in self._in_flight.values():
                     self._start(restored, self._tasks)
                 self._draw()
-                if self._may_requeue:
+                if STALENESS_POLICIES[self.config.trainer.staleness_policy.name].drops_groups:
                     await self._until_none_can_be_requeued()
         finally:
             self._tasks = None
         self._failures.raise_if_too_many(has_ended=True)
         self.finished_groups.raise_if_nothing_is_left()
         for name in ("dataloader", "generate", "rollout"):
-            self._board.stage(name).finish()
-        self._buffer.close()
+            self.board.stage(name).finish()
+        self.buffer.close()
 
     def restore(self, groups: Sequence[RunningGroup]) -> None:
         """Have ``run`` continue these groups of a checkpoint, in this order, before it draws prompts.
@@ -163,7 +152,7 @@ class GenerationWorkers:
             self._in_flight[group.admission_index] = _GroupInFlight(
                 admission=admission_of(group),
                 key=key,
-                prompt=self._dataloader.prompt_of(key),
+                prompt=self.dataloader.prompt_of(key),
                 started=asyncio.get_running_loop().time() - group.generation_seconds,
                 sample_states=SampleStates(saved, num_samples=self._num_samples, counts=self._resume_counts),
             )
@@ -192,7 +181,7 @@ class GenerationWorkers:
 
     async def collect_open_tokens(self) -> None:
         """Update open generations with all of their tokens; call this before ``running_groups``."""
-        await self._client.collect_open_tokens()
+        await self.client.collect_open_tokens()
 
     async def abort_and_requeue(self, is_dropped: Callable[[Admission], bool]) -> None:
         """Abort the groups in flight for which ``is_dropped`` is true, and requeue their prompts, the oldest first.
@@ -201,7 +190,7 @@ class GenerationWorkers:
         ``await`` waits, so that none of the groups can finish meanwhile.
         """
         if any(is_dropped(group.admission) for group in self._in_flight.values()):
-            await self._client.collect_open_tokens()
+            await self.client.collect_open_tokens()
         dropped = [group for group in self._in_flight.values() if is_dropped(group.admission)]
         for group in dropped:
             if task := self._group_tasks.pop(group.admission.index, None):
@@ -216,8 +205,8 @@ class GenerationWorkers:
         """Requeue the prompt of a group just taken from the buffer."""
         self._counts["requeued_groups"] += 1
         self._counts["requeued_tokens"] += group.num_sampled_tokens
-        await self._dataloader.requeue((group.epoch, group.uid))
-        await self._staleness.on_rollout_filtered(admission_of(group))
+        await self.dataloader.requeue((group.epoch, group.uid))
+        await self.staleness.on_rollout_filtered(admission_of(group))
         self._draw()
 
     def _draw(self) -> None:
@@ -230,8 +219,8 @@ class GenerationWorkers:
         while True:
             if busy := {task for task in (self._drawing, *self._group_tasks.values()) if task and not task.done()}:
                 await asyncio.wait(busy)
-            elif len(self._buffer):
-                await self._buffer.emptied()
+            elif len(self.buffer):
+                await self.buffer.emptied()
             else:
                 return
 
@@ -245,11 +234,11 @@ class GenerationWorkers:
             prompt=prompt,
             num_samples=self._num_samples,
             sampling=self._sampling,
-            seed=random.Random(f"{self._seed}-{admission.index}").getrandbits(31),
+            seed=random.Random(f"{self.config.trainer.seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
             sample_states=states or SampleStates(),
         )
-        with self._trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
+        with self.trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
             return await self._retrier.run_rollout(request)
 
     async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
@@ -257,15 +246,15 @@ class GenerationWorkers:
 
         Admissions bound the number of groups.
         """
-        with self._stopping_all_on_failure(), self._board.stage("dataloader").lane() as lane:
+        with self._stopping_all_on_failure(), self.board.stage("dataloader").lane() as lane:
             while True:
                 lane.wait_for_input()
                 lane.process("prompt")
                 lane.wait_for_output()
-                admission = await self._staleness.acquire_submission_slot()
-                drawn = await self._dataloader.get_next_non_consumed_data()
+                admission = await self.staleness.acquire_submission_slot()
+                drawn = await self.dataloader.get_next_non_consumed_data()
                 if drawn is None:
-                    await self._staleness.on_rollout_rejected(admission)
+                    await self.staleness.on_rollout_rejected(admission)
                     return
                 key, prompt = drawn
                 lane.process(prompt.uid)
@@ -283,7 +272,7 @@ class GenerationWorkers:
 
         The items of the stages are the groups that did not fail.
         """
-        uid, board = group.prompt.uid, self._board
+        uid, board = group.prompt.uid, self.board
         try:
             with (
                 self._stopping_all_on_failure(),
@@ -321,8 +310,8 @@ class GenerationWorkers:
 
     async def _finish(self, group: _GroupInFlight, result: RolloutResult) -> None:
         self._remove(group)
-        await self._dataloader.mark_finished_uid(group.key)
-        await self._staleness.on_rollout_accepted(group.admission)
+        await self.dataloader.mark_finished_uid(group.key)
+        await self.staleness.on_rollout_accepted(group.admission)
         self._count(result)
         epoch, uid = group.key
         finished = Group(
@@ -356,9 +345,9 @@ class GenerationWorkers:
 
     async def _fail(self, group: _GroupInFlight, error: Exception) -> None:
         self._remove(group)
-        await self._dataloader.mark_failed_uid(group.key)
-        await self._staleness.on_rollout_rejected(group.admission)
-        self._buffer.notify()
+        await self.dataloader.mark_failed_uid(group.key)
+        await self.staleness.on_rollout_rejected(group.admission)
+        self.buffer.notify()
         self._counts["failed_groups"] += 1
         logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
         self._failures.count(group.prompt.uid, error)
@@ -370,5 +359,5 @@ class GenerationWorkers:
     async def _requeue(self, groups: Sequence[_GroupInFlight]) -> None:
         for group in sorted(groups, key=lambda g: -g.admission.index):
             self._remove(group)
-            await self._dataloader.requeue(group.key)
-            await self._staleness.on_rollout_rejected(group.admission)
+            await self.dataloader.requeue(group.key)
+            await self.staleness.on_rollout_rejected(group.admission)

@@ -67,7 +67,7 @@ class FullyAsyncTrainer:
         self._run = run
         self._config = run.config.trainer
         step_advantages, lease = step_advantages or StepAdvantages(), lease or DeviceLease()
-        self._saver = RunSaver(run, policy=policy, checkpointer=checkpointer, step_advantages=step_advantages)
+        self._saver = RunSaver(run=run, policy=policy, checkpointer=checkpointer, step_advantages=step_advantages)
         self._preparation = Preparation(run.buffer, dict(prepare), run.board)
         self._validation = Validation(run, evaluator)
         self._weight_update = WeightUpdateStage(

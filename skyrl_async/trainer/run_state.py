@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from skyrl_async.algorithms.advantages import StepAdvantages
@@ -23,28 +23,23 @@ from skyrl_async.training.protocol import Policy
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class RunSaver:
-    """Saves and restores the parts of one run.
+    """Saves and restores the parts of one run."""
 
-    Args:
-        run: the parts, besides the policy.
-        policy: its weights and its optimizer are a part of each checkpoint.
-        checkpointer: None writes nothing.
-        step_advantages: holds the KL coefficient, where that follows a target.
-    """
-
-    def __init__(
-        self, run: Run, *, policy: Policy, checkpointer: Checkpointer | None, step_advantages: StepAdvantages
-    ) -> None:
-        self._run = run
-        self._policy = policy
-        self.checkpointer = checkpointer
-        self._step_advantages = step_advantages
-        self.newest: Path | None = None
-        """The checkpoint written or restored last."""
-        self.step: int | None = None
-        """Its step."""
-        self._known = (0, 0, 0)
+    run: Run
+    """The parts, besides the policy."""
+    policy: Policy
+    """Its weights and its optimizer are a part of each checkpoint."""
+    checkpointer: Checkpointer | None
+    """None writes nothing."""
+    step_advantages: StepAdvantages
+    """Holds the KL coefficient, where that follows a target."""
+    newest: Path | None = field(default=None, init=False)
+    """The checkpoint written or restored last."""
+    step: int | None = field(default=None, init=False)
+    """Its step."""
+    _known: tuple[int, int, int] = field(default=(0, 0, 0), init=False)
 
     @property
     def num_failures(self) -> int:
@@ -63,33 +58,33 @@ class RunSaver:
         """
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
-        await self._policy.load(checkpoint / "policy")
-        await self._run.dataloader.load_state_from_checkpoint(state.dataloader)
-        self._run.recorder.totals = totals = RunTotals(**state.totals)
-        self._step_advantages.restore(state.kl_coef)
-        self._run.dataloader.check_running([(group.epoch, group.uid) for group in state.running])
-        admissions = await self._run.staleness.load_state_from_checkpoint(
+        await self.policy.load(checkpoint / "policy")
+        await self.run.dataloader.load_state_from_checkpoint(state.dataloader)
+        self.run.recorder.totals = totals = RunTotals(**state.totals)
+        self.step_advantages.restore(state.kl_coef)
+        self.run.dataloader.check_running([(group.epoch, group.uid) for group in state.running])
+        admissions = await self.run.staleness.load_state_from_checkpoint(
             state.step,
             state.next_admission_index,
             [admission_of(group) for group in state.groups],
             running=[admission_of(group) for group in state.running],
-            holds_bound=self._run.staleness_policy.bounds_groups,
+            holds_bound=self.run.staleness_policy.bounds_groups,
         )
         restored = {admission.index for admission in admissions}
         running = [group for group in state.running if group.admission_index in restored]
-        self._run.workers.restore(running)
+        self.run.workers.restore(running)
         for group in state.groups:
             if group.admission_index in restored:
-                await self._run.workers.finished_groups.put(group)
-        self._run.workers.finished_groups.restore(state.filtered_in_a_row)
+                await self.run.workers.finished_groups.put(group)
+        self.run.workers.finished_groups.restore(state.filtered_in_a_row)
         open_groups: tuple[OpenGroup, ...] = (*state.groups, *state.running)
         dropped = [group for group in open_groups if group.admission_index not in restored]
         for lost in sorted(dropped, key=lambda group: -group.admission_index):
-            await self._run.dataloader.requeue((lost.epoch, lost.uid))
+            await self.run.dataloader.requeue((lost.epoch, lost.uid))
         num_dropped_tokens = sum(group.num_sampled_tokens for group in dropped)
         totals.wasted_tokens += num_dropped_tokens
         self.newest, self.step = checkpoint, state.step
-        self._known = self._progress(state.step, self._run.workers.running_groups())
+        self._known = self._progress(state.step, self.run.workers.running_groups())
         logger.info(
             "resumed %s: %d finished groups wait to be trained; %s; %d groups no longer fit and are drawn again (%d tokens lost)",
             *(checkpoint.name, len(restored) - len(running), _outlook(running), len(dropped), num_dropped_tokens),
@@ -110,12 +105,12 @@ class RunSaver:
             return
         await self.collect_open_tokens()
         on_taken()
-        self._run.recorder.count_generation()
+        self.run.recorder.count_generation()
         state = self._state()
         progress = self._progress(state.step, state.running)
         if unless_known and progress == self._known:
             return
-        path = await self.checkpointer.try_write(self._policy, state)
+        path = await self.checkpointer.try_write(self.policy, state)
         if path is not None:
             self.newest, self.step, self._known = path, state.step, progress
             logger.info("wrote %s", path)
@@ -123,25 +118,25 @@ class RunSaver:
     async def collect_open_tokens(self) -> None:
         """Collect the tokens of open generations from the engines; once a shutdown is requested, only while they answer in time."""
         with suppress(ShutdownRequested):
-            async with self._run.shutdown.interruptible(grace_s=GRACE_S):
-                await self._run.workers.collect_open_tokens()
+            async with self.run.shutdown.interruptible(grace_s=GRACE_S):
+                await self.run.workers.collect_open_tokens()
 
     def _state(self) -> TrainerState:
-        groups = (*self._run.groups_in_step, *self._run.buffer.snapshot())
+        groups = (*self.run.groups_in_step, *self.run.buffer.snapshot())
         return TrainerState(
-            step=self._run.staleness.trained_version,
-            next_admission_index=self._run.staleness.next_index,
-            dataloader=self._run.dataloader.state_for_checkpoint(),
+            step=self.run.staleness.trained_version,
+            next_admission_index=self.run.staleness.next_index,
+            dataloader=self.run.dataloader.state_for_checkpoint(),
             groups=tuple(sorted(groups, key=lambda group: group.admission_index)),
-            running=self._run.workers.running_groups(),
-            totals=asdict(self._run.recorder.totals),
-            kl_coef=self._step_advantages.kl_coef,
-            filtered_in_a_row=self._run.workers.finished_groups.filtered_in_a_row,
+            running=self.run.workers.running_groups(),
+            totals=asdict(self.run.recorder.totals),
+            kl_coef=self.step_advantages.kl_coef,
+            filtered_in_a_row=self.run.workers.finished_groups.filtered_in_a_row,
         )
 
     def _progress(self, step: int, running: Sequence[RunningGroup]) -> tuple[int, int, int]:
         """Steps, finished groups, and tokens of running groups: a checkpoint is worth writing when one of them has changed."""
-        return step, self._run.workers.counts["groups"], sum(group.num_sampled_tokens for group in running)
+        return step, self.run.workers.counts["groups"], sum(group.num_sampled_tokens for group in running)
 
 
 def _outlook(running: Sequence[RunningGroup]) -> str:

@@ -48,7 +48,9 @@ class EngineTimeSharing:
 
     def __post_init__(self) -> None:
         # Requests are frozen: the weights stay the same, unless a publish comes, which pauses engines in a mode of its own.
-        self._updater = EngineWeightUpdater(self.client, pause_mode=PauseMode.KEEP, trace=self.trace, clock=self.clock)
+        self._updater = EngineWeightUpdater(
+            client=self.client, pause_mode=PauseMode.KEEP, trace=self.trace, clock=self.clock
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -37,23 +37,18 @@ class EngineUpdateTimes:
     """From then until every engine has loaded; each loads as soon as it has paused."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EngineWeightUpdater:
-    """Pauses, updates and resumes engines.
+    """Pauses, updates and resumes engines."""
 
-    Args:
-        client: drops engines that die, and knows whether another one may come.
-        pause_mode: what happens to requests in flight.
-        trace: gets a span for the load.
-        clock: seconds.
-    """
-
-    def __init__(
-        self, client: InferenceEngineClient, *, pause_mode: PauseMode, trace: Trace, clock: Callable[[], float]
-    ) -> None:
-        self._client = client
-        self._pause_mode = pause_mode
-        self._trace = trace
-        self._clock = clock
+    client: InferenceEngineClient
+    """Drops engines that die, and knows whether another one may come."""
+    pause_mode: PauseMode
+    """What happens to requests in flight."""
+    trace: Trace
+    """Gets a span for the load."""
+    clock: Callable[[], float]
+    """Seconds."""
 
     async def stage(self, engines: list[InferenceEngine], update: WeightUpdate) -> None:
         """Let ``engines`` prepare for ``update`` beside generation. An engine that cannot prepare loads it all the same.
@@ -67,7 +62,7 @@ class EngineWeightUpdater:
             except PublishError as error:
                 logger.warning("%s; its pause will be longer", error)
 
-        with self._trace.span("stage", track="publish", version=update.version):
+        with self.trace.span("stage", track="publish", version=update.version):
             await self.everywhere("stage", stage, engines)
 
     @asynccontextmanager
@@ -93,12 +88,12 @@ class EngineWeightUpdater:
         Raises ``PublishError`` if an engine refuses. After that, or after another error or a cancellation before the block, all of them
         serve ``serving_version`` again. Raises ``NoEngineError`` if all die and none is expected.
         """
-        asked = self._clock()
+        asked = self.clock()
         try:
-            with self._trace.span("load", track="publish", version=update.version) as shown:
+            with self.trace.span("load", track="publish", version=update.version) as shown:
                 acknowledge = await self._load(engines, update, before, serving_version)
                 shown["acknowledge_s"] = acknowledge
-            yield EngineUpdateTimes(acknowledge=acknowledge, load=self._clock() - asked - acknowledge)
+            yield EngineUpdateTimes(acknowledge=acknowledge, load=self.clock() - asked - acknowledge)
             await self._rearrange(engines)
         finally:
             await self.resume(engines)
@@ -115,7 +110,7 @@ class EngineWeightUpdater:
 
     async def pause(self, engines: list[InferenceEngine]) -> None:
         """Pause all engines; on return each has acknowledged. Engines that die are removed from the list."""
-        await self._on_each("pause", lambda engine: engine.pause(self._pause_mode), engines)
+        await self._on_each("pause", lambda engine: engine.pause(self.pause_mode), engines)
 
     async def resume(self, engines: list[InferenceEngine]) -> None:
         """Resume all engines, a second time if a cancellation interrupts the first: others than this run may use them."""
@@ -129,7 +124,7 @@ class EngineWeightUpdater:
 
     async def remove_dead(self, engine: InferenceEngine, error: EngineDeadError) -> None:
         """Drop a dead engine, and close it so that it serves no other client either."""
-        self._client.drop_engine(engine, error)
+        self.client.drop_engine(engine, error)
         await engine.close()
 
     async def _load(
@@ -143,19 +138,19 @@ class EngineWeightUpdater:
 
         If there is nothing to roll back to, all pause before any loads: until then a cancellation costs no engine.
         """
-        asked = self._clock()
+        asked = self.clock()
         refusals: dict[str, PublishError] = {}
         broken: set[str] = set()
         paused_at: list[float] = []
 
         async def pause(engine: InferenceEngine) -> None:
-            await engine.pause(self._pause_mode)
-            paused_at.append(self._clock())
+            await engine.pause(self.pause_mode)
+            paused_at.append(self.clock())
 
         async def load(engine: InferenceEngine) -> None:
-            began = self._clock()
+            began = self.clock()
             try:
-                paused_at.append(began + await engine.switch_weights(update, self._pause_mode))
+                paused_at.append(began + await engine.switch_weights(update, self.pause_mode))
             except PublishError as error:
                 refusals[engine.name] = error
             except EngineDeadError:
@@ -181,7 +176,7 @@ class EngineWeightUpdater:
 
     async def _rearrange(self, engines: list[InferenceEngine]) -> None:
         """Move requests to the engines where they belong: their keys and values are computed anew in any case."""
-        leaving = self._client.pool.rearrange()
+        leaving = self.client.pool.rearrange()
 
         async def evict(engine: InferenceEngine) -> None:
             if request_ids := leaving.get(engine.name):
@@ -199,7 +194,7 @@ class EngineWeightUpdater:
         """Load ``before`` again in every engine that may hold another version than ``version``; one that cannot is closed."""
 
         async def load(engine: InferenceEngine) -> None:
-            await engine.pause(self._pause_mode)  # it waits for a load that continued when its caller was cancelled
+            await engine.pause(self.pause_mode)  # it waits for a load that continued when its caller was cancelled
             if engine.name not in broken and await engine.version() == version:
                 return
             if before is None:
@@ -229,9 +224,9 @@ class EngineWeightUpdater:
         return answers
 
     def _require(self, engines: Collection[InferenceEngine], what: str) -> None:
-        if not engines and not self._client.pool.is_expecting:
+        if not engines and not self.client.pool.is_expecting:
             reason = f"no inference engine survived '{what}'; see the run's log for the first failure"
-            raise NoEngineError(self._client.pool.unavailable_reason or reason)
+            raise NoEngineError(self.client.pool.unavailable_reason or reason)
 
 
 async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_s: float | None) -> Any:

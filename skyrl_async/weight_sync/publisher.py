@@ -178,7 +178,9 @@ class WeightPublisher:
 
     def __post_init__(self) -> None:
         self._files = WeightFiles(self.directory)
-        self._updater = EngineWeightUpdater(self.client, pause_mode=self.pause_mode, trace=self.trace, clock=self.clock)
+        self._updater = EngineWeightUpdater(
+            client=self.client, pause_mode=self.pause_mode, trace=self.trace, clock=self.clock
+        )
         self.verifier = WeightVerifier(
             client=self.client,
             policy=self.policy,

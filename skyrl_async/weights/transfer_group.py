@@ -47,7 +47,7 @@ class GroupPlace:
 
 
 class TransferGroup:
-    """One member's end. Creating it blocks until every member is there.
+    """One member's end. Its first use blocks until every member is there.
 
     Args:
         place: equal for all members.
@@ -55,30 +55,35 @@ class TransferGroup:
         device: this member's, for NCCL; gloo uses none.
         store: rank 0's own; the others connect to it.
 
-    Raises ``RuntimeError`` (such as ``dist.DistError``) if the others do not come in time.
+    Both uses raise ``RuntimeError`` (such as ``dist.DistError``) if the others do not come in time, or one leaves.
     """
 
     def __init__(self, place: GroupPlace, *, rank: int, device: torch.device, store: dist.Store | None = None) -> None:
-        timeout = timedelta(seconds=place.timeout_s)
+        self.place = place
+        self._rank = rank
+        self._device = device if place.backend == NCCL else torch.device("cpu")
+        self._store = store
+        self._group: dist.ProcessGroup | None = None
+
+    def _join(self) -> dist.ProcessGroup:
+        place, rank, timeout = self.place, self._rank, timedelta(seconds=self.place.timeout_s)
+        store = self._store
         if store is None:
             store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
         store = dist.PrefixStore(place.name, store)
         store.set_timeout(timeout)
-        self._sends = rank == 0
-        self._device = device if place.backend == NCCL else torch.device("cpu")
         if place.backend == NCCL:
             _wait_for_members(store, rank, place.num_members)
-            with _failing_in_the_caller(), torch.cuda.device(device):
+            with _failing_in_the_caller(), torch.cuda.device(self._device):
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, place.num_members, options)
-                self._stream = torch.cuda.Stream(device)
-        else:
-            own = place.host if rank == 0 else _address_towards(place.host, place.port)
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-            options._timeout = timeout
-            self._group = dist.ProcessGroupGloo(store, rank, place.num_members, options)
+                self._stream = torch.cuda.Stream(self._device)
+                return dist.ProcessGroupNCCL(store, rank, place.num_members, options)
+        own = place.host if rank == 0 else _address_towards(place.host, place.port)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, place.num_members, options)
 
     def send(self, content: Tensor, bucket_bytes: int) -> None:
         """Rank 0: send (num_bytes,) uint8 in host memory to all others, ``bucket_bytes`` (>= 1) at a time."""
@@ -103,19 +108,23 @@ class TransferGroup:
 
     def leave(self) -> None:
         """Close this member's connections, whatever the others do. Idempotent."""
-        self._group.abort()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
     def _broadcast(self, values: Tensor) -> None:
         """Copy rank 0's contiguous tensor in host memory into everybody's; complete on return."""
+        if self._group is None:
+            self._group = self._join()
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         if self._device.type == "cpu":
             self._group.broadcast([values], options).wait()
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            bucket = values.to(self._device) if self._sends else torch.empty_like(values, device=self._device)
+            bucket = values.to(self._device) if self._rank == 0 else torch.empty_like(values, device=self._device)
             self._group.broadcast([bucket], options).wait()
-            if self._sends:
+            if self._rank == 0:
                 self._stream.synchronize()
             else:
                 values.copy_(bucket)
@@ -162,7 +171,6 @@ class WeightSender:
         self._device = device
         self._store: dist.TCPStore | None = None
         self._host = ""
-        self._place: GroupPlace | None = None
         self._group: TransferGroup | None = None
 
     def open(self, host: str, *, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
@@ -172,7 +180,7 @@ class WeightSender:
         self.close()
         if self._store is None or host != self._host:
             self._store, self._host = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False), host
-        self._place = GroupPlace(
+        place = GroupPlace(
             host=host,
             port=self._store.port,
             name=uuid.uuid4().hex,
@@ -180,7 +188,8 @@ class WeightSender:
             backend=backend,
             timeout_s=timeout_s,
         )
-        return self._place
+        self._group = TransferGroup(place, rank=0, device=self._device, store=self._store)
+        return place
 
     def send(self, path: Path, bucket_bytes: int) -> None:
         """Send a file, ``bucket_bytes`` (>= 1) at a time; returns when the last bucket has left.
@@ -189,23 +198,23 @@ class WeightSender:
             WeightsTransferError: a receiver is gone or did not answer in time. The group is left then; open another one. Also if this
                 process opened none.
         """
-        if (place := self._place) is None:
+        if (group := self._group) is None:
             raise WeightsTransferError(f"{path} was not sent: no group was opened in this process")
         try:
-            if self._group is None:
-                self._group = TransferGroup(place, rank=0, device=self._device, store=self._store)
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
                 content = torch.frombuffer(memory, dtype=torch.uint8)
                 try:
-                    self._group.send(content, bucket_bytes)
+                    group.send(content, bucket_bytes)
                 finally:
                     del content  # or the mapping could not be closed
         except (RuntimeError, OSError) as error:
             self.close()
-            raise WeightsTransferError(f"{path} did not get to {place.num_members - 1} engines: {error}") from error
+            raise WeightsTransferError(
+                f"{path} did not get to {group.place.num_members - 1} engines: {error}"
+            ) from error
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        group, self._group, self._place = self._group, None, None
+        group, self._group = self._group, None
         if group is not None:
             group.leave()

@@ -181,17 +181,13 @@ class VLLMEngine:
         """
         source = update.path
         self._received = {path: own for path, own in self._received.items() if path in keep and path != source}
-        with outcome_socket() as outcomes:
-            arguments = (source, sorted(keep), outcomes.getsockname())
-            paths = await self._on_workers("receive weights", "receive_weights", *arguments)
-            if not any(paths):
-                raise PublishError(
-                    f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
-                )
-            failed = await self._call_core(None, "receive weights", first_failure, outcomes, 1)
-        if failed is not None:
-            raise PublishError(f"engine {self.name} has not received weights {update.version}: {failed}")
-        self._received[source] = next(path for path in paths if path is not None)
+        answers = await self._in_worker_threads("receive weights", update, None, source, sorted(keep))
+        path = next((path for path in answers if path is not None), None)
+        if path is None:
+            raise PublishError(
+                f"engine {self.name} cannot receive weights {update.version}: connect the transfer first"
+            )
+        self._received[source] = path
 
     def _as_received(self, update: WeightUpdate) -> WeightUpdate:
         """The update with the path of the received copy instead of the trainer's."""
@@ -207,14 +203,8 @@ class VLLMEngine:
         if self._config.device != "cpu" or self._adapter is not None:
             return
         path = self._as_received(update).path
-        with outcome_socket() as outcomes:
-            await self._on_workers(
-                "stage weights", "stage_weights", path, update.load_bucket_bytes, outcomes.getsockname()
-            )
-            num_workers = self._config.tensor_parallel_size
-            failed = await self._control("stage weights", first_failure, outcomes, num_workers)
-        if failed is not None:
-            raise PublishError(f"engine {self.name} cannot stage weights {update.version}: {failed}")
+        timeout_s = self._config.call_timeout_s
+        await self._in_worker_threads("stage weights", update, timeout_s, path, update.load_bucket_bytes)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``."""
@@ -372,6 +362,21 @@ class VLLMEngine:
     async def _on_workers(self, what: str, method: str, *args: Any) -> list[Any]:
         """The answers of a method of ``WorkerExtension`` on every worker."""
         answers: list[Any] = await self._control(what, self._llm.collective_rpc, method, args=args)
+        return answers
+
+    async def _in_worker_threads(
+        self, what: str, update: WeightUpdate, timeout_s: float | None, *args: Any
+    ) -> list[Any]:
+        """Call the method ``what``, which goes on in a thread where its answer is not None; return the answers once all threads have ended.
+
+        Raises ``PublishError`` if one fails.
+        """
+        with outcome_socket() as outcomes:
+            answers = await self._on_workers(what, what.replace(" ", "_"), *args, outcomes.getsockname())
+            num_threads = sum(answer is not None for answer in answers)
+            failed = await self._call_core(timeout_s, what, first_failure, outcomes, num_threads)
+        if failed is not None:
+            raise PublishError(f"engine {self.name} cannot {what} {update.version}: {failed}")
         return answers
 
     async def _control(self, what: str, call: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

@@ -1,11 +1,12 @@
 """How threads of an engine's workers report that they are done, without polling: one datagram per outcome.
 
-first_failure (an engine's process) <──outcome── run_and_report (a thread of a worker's process)
+first_failure (an engine's process) <──outcome── report_from_thread (a worker's process)
 """
 
 import asyncio
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from socket import AF_UNIX, SOCK_DGRAM, socket
@@ -33,12 +34,16 @@ async def first_failure(outcomes: socket, num_outcomes: int) -> str | None:
     return next((outcome for outcome in received if outcome != _DONE), None)
 
 
-def run_and_report(work: Callable[[], None], path: str) -> None:
-    """Run ``work`` and report how it ended, if anybody still listens."""
-    outcome = _DONE
-    try:
-        work()
-    except Exception as error:
-        outcome = f"{type(error).__name__}: {error}".replace("\n", " ")
-    with contextlib.suppress(OSError), socket(AF_UNIX, SOCK_DGRAM) as reporting:
-        reporting.sendto(outcome.encode()[:_MAX_BYTES], path)
+def report_from_thread(name: str, work: Callable[[], None], path: str) -> None:
+    """Run ``work`` in a thread of this name, which reports how it ended, if anybody still listens."""
+
+    def run_and_report() -> None:
+        outcome = _DONE
+        try:
+            work()
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}".replace("\n", " ")
+        with contextlib.suppress(OSError), socket(AF_UNIX, SOCK_DGRAM) as reporting:
+            reporting.sendto(outcome.encode()[:_MAX_BYTES], path)
+
+    threading.Thread(target=run_and_report, name=name, daemon=True).start()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
@@ -36,26 +35,6 @@ def mapped_buckets(path: str, load_bucket_bytes: int) -> Iterator[Bucket]:
             yield [(name, file.get_tensor(name)) for name in names]
 
 
-@dataclass(slots=True)
-class _Membership:
-    """Membership of one group, which is joined at its first use: joining waits for the others."""
-
-    place: GroupPlace
-    rank: int
-    device: torch.device
-    group: TransferGroup | None = None
-
-    def join(self) -> TransferGroup:
-        if self.group is None:
-            self.group = TransferGroup(self.place, rank=self.rank, device=self.device)
-        return self.group
-
-    def leave(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.leave()
-
-
 class WeightReceiver:
     """Receives files, and holds them as long as it is told to keep them.
 
@@ -65,14 +44,14 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._membership: _Membership | None = None
+        self._group: TransferGroup | None = None
         self._files: dict[str, MemoryFile] = {}
 
     def connect(self, place: GroupPlace, rank: int) -> None:
         """Leave the group before; the new one is joined when a file is first received."""
-        if self._membership is not None:
-            self._membership.leave()
-        self._membership = _Membership(place, rank, self._device)
+        if self._group is not None:
+            self._group.leave()
+        self._group = TransferGroup(place, rank=rank, device=self._device)
 
     def prepare(self, source: str, keep: Collection[str]) -> tuple[str, Callable[[], None]]:
         """Drop all files but those named in ``keep``, and make an empty one for ``source``.
@@ -80,8 +59,8 @@ class WeightReceiver:
         Returns its path and a function that fills it, which blocks and may run in any thread. It also frees the dropped files, which takes
         as long as filling. It raises ``RuntimeError``, ``OSError`` and ``ValueError``; then the group is left and the file incomplete.
         """
-        membership = self._membership
-        assert membership is not None, "no group was connected"
+        group = self._group
+        assert group is not None, "no group was connected"
         dropped = [self._files.pop(name) for name in [*self._files] if name == source or name not in keep]
         file = self._files[source] = MemoryFile()
 
@@ -89,16 +68,16 @@ class WeightReceiver:
             for old in dropped:
                 old.close()
             try:
-                membership.join().receive(file.allocate, file.reserve)
+                group.receive(file.allocate, file.reserve)
             except BaseException:
-                membership.leave()
+                group.leave()
                 raise
 
         return file.path, fill
 
     def close(self) -> None:
         """Leave the group and drop all files."""
-        if self._membership is not None:
-            self._membership.leave()
+        if self._group is not None:
+            self._group.leave()
         while self._files:
             self._files.popitem()[1].close()

@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from skyrl_async.inference.vllm.outcomes import run_and_report
+from skyrl_async.inference.vllm.outcomes import report_from_thread
 from skyrl_async.inference.vllm.weight_receiver import Bucket, WeightReceiver, mapped_buckets
 from skyrl_async.weights.shared_tensor import device_key, opened
 from skyrl_async.weights.transfer_group import GroupPlace
@@ -76,11 +76,11 @@ class WorkerExtension:
         if self._receiver is None:
             return None
         path, fill = self._receiver.prepare(source, keep)
-        threading.Thread(target=run_and_report, args=(fill, report_to), name="receiving", daemon=True).start()
+        report_from_thread("receiving", fill, report_to)
         return path
 
-    def stage_weights(self, path: str, load_bucket_bytes: int, report_to: str) -> None:
-        """Load a file into a twin of the model in a thread. The outcome is reported to ``report_to``.
+    def stage_weights(self, path: str, load_bucket_bytes: int, report_to: str) -> str:
+        """Load a file into a twin of the model in a thread; returns its path. The outcome is reported to ``report_to``.
 
         A model with more than plain layers stages nothing.
         """
@@ -95,7 +95,8 @@ class WorkerExtension:
                 twin.load(mapped_buckets(path, load_bucket_bytes))
             self._staged = path, twin
 
-        threading.Thread(target=run_and_report, args=(stage, report_to), name="staging", daemon=True).start()
+        report_from_thread("staging", stage, report_to)
+        return path
 
     def load_update(self, path: str, load_bucket_bytes: int, shared: Mapping[str, Handles]) -> None:
         """Load an update: staged weights, or as at boot through the model's own loader, so that fused and sharded layers are as then."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
 from skyrl_async.config.schema.policy import LoraConfig
 from skyrl_async.config.schema.training import DeepSpeedConfig
-from skyrl_async.errors import ConfigError
 from skyrl_async.types import Adapter
 
 if TYPE_CHECKING:
@@ -89,18 +88,6 @@ class TrainingSettings:
     """Seed of each rank's random state, plus its rank, until a checkpoint replaces that state."""
     is_deterministic: bool = False
     """On CUDA, use kernels that give the same bits each time."""
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"generator.sampling.temperature must be > 0 while training, got {self.temperature}: "
-                "greedy samples carry no log-probs to train against"
-            )
-        if self.lr_schedule != "constant" and self.num_steps is None:
-            raise ConfigError(
-                f"trainer.num_steps must be set when training.lr_schedule={self.lr_schedule}, got None: "
-                "the schedule falls to 0 at that step"
-            )
 
     @property
     def published_adapter(self) -> Adapter | None:

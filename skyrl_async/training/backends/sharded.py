@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from skyrl_async.errors import ConfigError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.state_files import write_state
@@ -144,13 +143,8 @@ def lr_factor(num_completed_steps: int, settings: TrainingSettings) -> float:
 
     Warm-up rises linearly from above 0 and reaches the peak at its last step. ``linear`` and ``cosine`` then fall to 0 at
     ``num_steps``.
-
-    Raises:
-        ConfigError: an unknown schedule.
     """
     schedule, num_warmup_steps, num_steps = settings.lr_schedule, settings.num_warmup_steps, settings.num_steps
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ConfigError(f"training.lr_schedule must be one of constant, cosine, linear, got {schedule!r}")
     if num_completed_steps < num_warmup_steps:
         return (num_completed_steps + 1) / num_warmup_steps
     if schedule == "constant" or num_steps is None:

@@ -322,7 +322,10 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
             placement=PlacementSettings(oldest_weight=1.0, oldest_age=8),
         )
         switch = EngineWeightUpdater(
-            client, pause_mode=PauseMode.KEEP, trace=Trace(None, lambda: 0.0), clock=asyncio.get_running_loop().time
+            client=client,
+            pause_mode=PauseMode.KEEP,
+            trace=Trace(None, lambda: 0.0),
+            clock=asyncio.get_running_loop().time,
         )
 
         async def publish(version: int) -> dict[str, int]:

@@ -309,16 +309,6 @@ class TestSteps:
         found = [lr_factor(step, settings) for step in range(7)]
         assert found == pytest.approx(expected, abs=1e-6)
 
-    def test_an_unknown_schedule_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(ConfigError, match="must be one of constant, cosine, linear, got 'step'"):
-            lr_factor(0, TrainingSettings(policy_path="x", lr_schedule="step", num_steps=1))
-
-    def test_settings_that_cannot_train_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="temperature must be > 0 while training, got 0"):
-            TrainingSettings(policy_path="x", temperature=0.0)
-        with pytest.raises(ConfigError, match="num_steps must be set when training.lr_schedule=linear"):
-            TrainingSettings(policy_path="x", lr_schedule="linear")
-
 
 @pytest.mark.slow
 class TestExports:

@@ -50,7 +50,7 @@ def probed(*answers: str) -> tuple[float, tuple[str, ...], float]:
         verifier = WeightVerifier(
             client=client,
             policy=ModelledPolicy(),
-            updater=EngineWeightUpdater(client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock),
+            updater=EngineWeightUpdater(client=client, pause_mode=PauseMode.KEEP, trace=trace, clock=clock),
             trace=trace,
             probe_prompt_token_ids=[1, 2, 3],
             max_logprob_gap=math.inf,
