@@ -146,7 +146,7 @@ class Fleet:
         }
 
     def engine_joined(self, engine: InferenceEngine) -> None:
-        """See ``EngineListener``. A restarted engine has its place already."""
+        """Supervise an engine that has joined. A restarted one has its place already."""
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None:
             life = self.lives.setdefault(engine.name, EngineLife(self.config))
@@ -157,14 +157,14 @@ class Fleet:
         self._notify()
 
     async def engine_leaving(self, name: str) -> None:
-        """See ``EngineListener``. Front ends are told before the engine's requests are evicted."""
+        """End an engine's supervision, and tell front ends before its requests are evicted."""
         self._member_of(name).report_death(None)
         self._outage.update()
         for front_end in self._notifiers:
             await front_end.notify(self.client.pool)
 
     def engine_died(self, name: str, reason: str) -> None:
-        """See ``EngineListener``."""
+        """Replace an engine that the pool has dropped."""
         self._member_of(name).report_death(reason)
         self._notify()
 

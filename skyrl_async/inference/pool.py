@@ -51,7 +51,7 @@ class EngineSlot:
         self.engine = engine
         self.num_calls = 0
         self.changes = Changes()
-        """Of ``num_calls``."""
+        """Notified when ``num_calls`` changes."""
         self.cut_off = CutOff()
         """Ends the calls."""
 
@@ -83,9 +83,9 @@ class EnginePool:
         placement: PlacementSettings | None = None,
     ) -> None:
         self._slots = {engine.name: EngineSlot(engine) for engine in engines}
-        """Of the engines that take requests, in order of preference between equals."""
+        """The engines that take requests, in order of preference between equals."""
         self._leaving: dict[str, EngineSlot] = {}
-        """Of removed engines with open calls."""
+        """Removed engines with open calls."""
         self._placement = Placement(placement)
         self._wait_s = wait_s
         self._changes = Changes()

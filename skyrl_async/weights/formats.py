@@ -68,14 +68,14 @@ def peft_config(adapter: Adapter, layers: list[str], *, base: str) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def crc32_of_file(path: Path, value: int = 0, *, check: Callable[[], None] = lambda: None) -> int:
+def crc32_of_file(path: Path, *, check: Callable[[], None] = lambda: None) -> int:
     """CRC-32 of a file, which finds damage and mix-ups, not forgery, in a quarter to a half of SHA-256's time. Other threads run meanwhile.
 
     Args:
         path: the file.
-        value: CRC-32 of the bytes before it; 0: none.
         check: called between pieces; may raise to stop.
     """
+    value = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             check()

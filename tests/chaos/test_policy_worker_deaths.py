@@ -17,7 +17,7 @@ from skyrl_async.errors import TrainingError, WorkerDiedError
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, _as_our_error
-from skyrl_async.training.workers.rank_actor import ProcessAddress, end_processes, open_if_here
+from skyrl_async.training.workers.rank_actor import ProcessAddress, end_processes, process_at
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SHARED, SMALL, Command, assert_ledger_is_exact, state
 from tests.cpu.tiny_policies import trajectories, weights
@@ -186,13 +186,13 @@ def test_what_new_workers_can_mend_is_told_from_what_they_cannot() -> None:
 
 async def test_a_process_of_another_machine_or_one_that_is_gone_is_left_alone() -> None:
     here = ProcessAddress(node_id="node-1", namespace=os.readlink("/proc/self/ns/pid"), pid=os.getpid())
-    assert open_if_here(ProcessAddress(node_id="node-2", namespace=here.namespace, pid=here.pid), here) is None
-    assert open_if_here(ProcessAddress(node_id="node-1", namespace="pid:[1]", pid=here.pid), here) is None
+    assert process_at(ProcessAddress(node_id="node-2", namespace=here.namespace, pid=here.pid), here) is None
+    assert process_at(ProcessAddress(node_id="node-1", namespace="pid:[1]", pid=here.pid), here) is None
     child = await asyncio.create_subprocess_exec("sleep", "1000")
     address = ProcessAddress(node_id="node-1", namespace=here.namespace, pid=child.pid)
-    process = open_if_here(address, here)
+    process = process_at(address, here)
     assert process is not None
     os.kill(child.pid, signal.SIGSTOP)
     await end_processes({"worker": process})
     await child.wait()
-    assert open_if_here(address, here) is None
+    assert process_at(address, here) is None

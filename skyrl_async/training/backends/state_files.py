@@ -44,16 +44,9 @@ def write_state(directory: Path, state: dict[str, Any], num_steps: int) -> None:
 def read_state(directory: Path, state: dict[str, Any]) -> int:
     """Fill the tensors of ``state`` with those saved under the same names; returns the number of completed steps. Collective.
 
-    Raises:
-        CheckpointError: the directory has no such state: an older version wrote DeepSpeed's in another form.
-        TrainingError: the state cannot be read.
+    Raises ``TrainingError`` if the state cannot be read.
     """
     path = directory / _STATE_DIRECTORY
-    if not path.is_dir():
-        raise CheckpointError(
-            f"checkpoint {directory} has no {_STATE_DIRECTORY}/: an older version wrote it with training.backend=deepspeed; train on from "
-            "an export (policy.path) with trainer.resume_mode=none"
-        )
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     except CheckpointException as error:

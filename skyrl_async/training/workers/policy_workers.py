@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 import ray
 import torch
 from ray.actor import ActorHandle
@@ -31,8 +32,8 @@ from skyrl_async.training.workers.rank_actor import (
     ProcessAddress,
     RankActor,
     end_processes,
-    open_if_here,
     own_address,
+    process_at,
 )
 from skyrl_async.weights.transfer_group import GroupPlace
 
@@ -48,19 +49,14 @@ class PolicyWorkers(PolicyOverRanks):
     """Implements ``training.protocol.SendingPolicy``. Made by ``start``; ``names`` are the actors' names in Ray, by rank."""
 
     def __init__(
-        self,
-        settings: TrainingSettings,
-        actors: dict[str, ActorHandle],
-        *,
-        call_timeout_s: float,
-        heartbeat: Heartbeat = DEFAULT,
+        self, settings: TrainingSettings, actors: dict[str, ActorHandle], call_timeout_s: float, heartbeat: Heartbeat
     ) -> None:
         super().__init__(settings, num_ranks=len(actors))
         self._heartbeat = heartbeat
         self.names = tuple(actors)
         self._actors = list(actors.values())
-        self._processes: dict[str, int] = {}
-        """Name -> descriptor of its process on this machine."""
+        self._processes: dict[str, psutil.Process] = {}
+        """Name -> its process, if that is on this machine."""
         self._call_timeout_s = call_timeout_s
 
     @classmethod
@@ -124,7 +120,7 @@ class PolicyWorkers(PolicyOverRanks):
             ).remote(settings, rank=rank, num_ranks=num_workers)
             for rank, (name, strategy) in enumerate(zip(names, strategies, strict=True))
         }
-        workers = cls(settings, actors, call_timeout_s=call_timeout_s, heartbeat=heartbeat)
+        workers = cls(settings, actors, call_timeout_s, heartbeat)
         try:
             nodes = await workers._boot()
             if elsewhere := [name for name, node in zip(names[:num_here], nodes, strict=False) if node != here]:
@@ -140,7 +136,7 @@ class PolicyWorkers(PolicyOverRanks):
         here = own_address()
         addresses: list[ProcessAddress] = await self._call_each("boot", [()] * self._num_ranks, is_up=False)
         for name, address in zip(self.names, addresses, strict=True):
-            if (process := open_if_here(address, here)) is not None:
+            if (process := process_at(address, here)) is not None:
                 self._processes[name] = process
         return [address.node_id for address in addresses]
 

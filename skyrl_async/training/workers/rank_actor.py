@@ -2,19 +2,19 @@
 
 The actor trains in its first thread. Heartbeats, writing weights and sending them have threads of their own.
 
-The trainer holds a descriptor of each worker's process on its own machine: it ends a frozen one at once and sees when it is gone, and never
-hits another process that got the same number. This takes Linux. Elsewhere, Ray alone ends workers.
+The trainer knows the workers' processes on its own machine, each by its number and when it began: it ends a frozen one at once and sees
+when it is gone, and never hits another process that got the same number. Elsewhere, Ray alone ends workers.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import ray
 import torch
 
@@ -89,47 +89,25 @@ class RankActor(PolicyRank):
         """Answer while the process runs, whatever it works on."""
 
 
-def open_if_here(address: ProcessAddress, here: ProcessAddress) -> int | None:
-    """A descriptor of a process on the caller's machine; None if it is elsewhere or gone, and where the system has none."""
-    if (address.node_id, address.namespace) != (here.node_id, here.namespace) or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(address.pid)
-    except ProcessLookupError:
-        return None
+def process_at(address: ProcessAddress, here: ProcessAddress) -> psutil.Process | None:
+    """A process on the caller's machine; None if it is elsewhere or gone."""
+    if (address.node_id, address.namespace) == (here.node_id, here.namespace):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(address.pid)
+    return None
 
 
-async def end_processes(processes: Mapping[str, int]) -> None:
-    """Wait until processes that Ray is ending are gone; kill those that stay, such as frozen ones. Logs a warning if that fails, too.
-
-    ``processes``: name -> descriptor, which is closed.
-    """
-    try:
-        for timeout_s in (_RAY_END_TIMEOUT_S, _KILL_TIMEOUT_S):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    for process in processes.values():
-                        await _ended(process)
-                return
-            except TimeoutError:
-                for process in processes.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(process, signal.SIGKILL)
+async def end_processes(processes: Mapping[str, psutil.Process]) -> None:
+    """Wait until processes that Ray is ending are gone; kill those that stay, such as frozen ones. Logs a warning if that fails, too."""
+    left = list(processes.values())
+    for timeout_s in (_RAY_END_TIMEOUT_S, _KILL_TIMEOUT_S):
+        _, left = await asyncio.to_thread(psutil.wait_procs, left, timeout_s)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    if left:
         logger.warning(
             "a policy worker of %s has not ended %g s after SIGKILL; what it holds on a GPU is still held",
             ", ".join(processes),
             _KILL_TIMEOUT_S,
         )
-    finally:
-        for process in processes.values():
-            os.close(process)
-
-
-async def _ended(process: int) -> None:
-    """Wait until the process of a descriptor is gone."""
-    loop, is_gone = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process, is_gone.set)
-    try:
-        await is_gone.wait()
-    finally:
-        loop.remove_reader(process)
