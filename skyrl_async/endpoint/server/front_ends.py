@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.runtime.heartbeat import Heartbeat, until_silent
+from skyrl_async.runtime.heartbeat import Heartbeat, listening
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.runtime.tasks import run_together, task_group
 
@@ -179,29 +179,15 @@ class FrontEnd:
 
     async def _death(self) -> str | None:
         """Wait until the process serves no more; returns why, or None if it was told to stop."""
-        async with asyncio.TaskGroup() as tasks:
-            ending = tasks.create_task(self._end(), name=f"front-end-{self._index}-end")
-            silence = tasks.create_task(self._silence(), name=f"front-end-{self._index}-heartbeat")
-            done, pending = await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-        return ending.result() if ending in done else silence.result()
-
-    async def _end(self) -> str | None:
-        try:
-            await _as_own_errors(self.actor.wait.remote())
-        except Exception as error:  # for any reason: another one is started
-            return f"has ended ({_first_line(error)})"
-        return None
-
-    async def _silence(self) -> str:
         server = self._settings.server
         heartbeat = Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s)
+        silence = DeadlineError(f"does not answer within {heartbeat.timeout_s:g} s")
         try:
-            await until_silent(lambda: self.actor.ping.remote(), heartbeat)
-        except RayError as error:
-            return f"has ended ({type(error).__name__})"
-        return f"does not answer within {heartbeat.timeout_s:g} s"
+            async with listening({self._name: lambda: self.actor.ping.remote()}, heartbeat, lambda _: silence):
+                await _as_own_errors(self.actor.wait.remote())
+        except Exception as error:  # for any reason: another one is started
+            return str(error) if error is silence else f"has ended ({_first_line(error)})"
+        return None
 
     async def _start_again(self) -> None:
         """Call ``start`` on the same port once it is free."""
