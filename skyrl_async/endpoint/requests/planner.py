@@ -83,10 +83,10 @@ class Planner:
         session = self._session
         if session is None:
             return request
-        asked = request.sampling
+        sampling = request.sampling
         if session.sampling is not None:
-            refuse_inexact(asked)
-        sampling = session.sampling.applied_to(asked) if session.sampling is not None else asked
+            refuse_inexact(sampling)
+            sampling = session.sampling.applied_to(sampling)
         sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 

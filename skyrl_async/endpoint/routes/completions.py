@@ -45,16 +45,9 @@ class CompletionRequest(SamplingFields):
             raise ValueError("echo with logprobs is not served: log-probs are of sampled tokens; leave one of them out")
         return self
 
-    @property
-    def prompts(self) -> "list[str] | list[list[int]]":
-        """The prompts as a list, also if there is one."""
-        prompt: Any = self.prompt
-        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        prompts: list[str] | list[list[int]] = [prompt] if is_one else prompt
-        return prompts
-
     def to_generation(self, session_header: str | None) -> list[GenerationRequest]:
-        prompts = self.prompts
+        asked: Any = self.prompt
+        prompts = [asked] if isinstance(asked, str) or (asked and isinstance(asked[0], int)) else asked
         if not 0 < len(prompts) * self.n <= _MAX_CHOICES:
             found = f"{len(prompts)} prompts times n={self.n}"
             raise refused("prompt", f"must ask for one choice to {_MAX_CHOICES}, got {found}")

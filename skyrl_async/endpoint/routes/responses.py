@@ -140,6 +140,16 @@ _STATEFUL = {
 }
 
 
+_ECHOED = (
+    *("instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens"),
+    *("temperature", "top_p", "top_logprobs"),
+)
+"""Fields of a request that its response repeats."""
+_TEXT_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Kind of an item -> the name of its text in event types and content parts."""
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
+
+
 class ResponsesRequest(ToolFields, SamplingFields):
     """A body of ``POST /v1/responses``: OpenAI's fields and those of ``SamplingFields``. Null means the default everywhere.
 
@@ -200,17 +210,10 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
             "created_at": int(time.time()),
             "completed_at": None,
             "model": serving.model_name,
-            "instructions": body.instructions,
+            **{name: getattr(body, name) for name in _ECHOED},
             "metadata": body.metadata | ignored_metadata(body.ignored_tools),
-            "tools": body.tools,
-            "tool_choice": body.tool_choice,
-            "parallel_tool_calls": body.parallel_tool_calls,
             "text": {"format": body.text_format},
             "reasoning": body.reasoning or {"effort": None, "summary": None},
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_logprobs": body.top_logprobs,
             "previous_response_id": None,
             "background": False,
             "store": False,
@@ -232,13 +235,13 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
         self._event("content_part.added", **self._place(kind), part=self._part(kind, ""))
 
     def add_text(self, kind: str, text: str) -> None:
-        self._event(f"{_event_of(kind)}.delta", **self._place(kind), delta=text, **self._taken_logprobs(kind))
+        self._event(f"{_TEXT_NAMES[kind]}.delta", **self._place(kind), delta=text, **self._taken_logprobs(kind))
 
     def end_text(self, kind: str, text: str) -> None:
         self._taken_logprobs(kind)
         logprobs = {"logprobs": self._message_logprobs} if kind == "message" else {}
         part = self._part(kind, text)
-        self._event(f"{_event_of(kind)}.done", **self._place(kind), text=text, **logprobs)
+        self._event(f"{_TEXT_NAMES[kind]}.done", **self._place(kind), text=text, **logprobs)
         self._event("content_part.done", **self._place(kind), part=part)
         self._end_item(self._text_item(kind, "incomplete" if self._is_cut else "completed", [part]))
 
@@ -275,12 +278,12 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
         return item | fields | {"content": content}
 
     def _part(self, kind: str, text: str) -> dict[str, Any]:
-        part = {"type": _event_of(kind), "text": text}
+        part = {"type": _TEXT_NAMES[kind], "text": text}
         return part | ({"annotations": [], "logprobs": list(self._message_logprobs)} if kind == "message" else {})
 
     def _place(self, kind: str) -> dict[str, Any]:
         index = len(self._items)
-        identity = item_id("msg" if kind == "message" else "rs", self._name, index)
+        identity = item_id(_ID_PREFIXES[kind], self._name, index)
         return {"item_id": identity, "output_index": index, "content_index": 0}
 
     def _taken_logprobs(self, kind: str) -> dict[str, Any]:
@@ -306,11 +309,6 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
     def _event(self, kind: str, **fields: Any) -> None:
         self._emit({"type": f"response.{kind}", "sequence_number": self._num_events, **fields})
         self._num_events += 1
-
-
-def _event_of(kind: str) -> str:
-    """The name of a text in event types and content parts."""
-    return "output_text" if kind == "message" else "reasoning_text"
 
 
 def routes(serving: Serving) -> list[Route]:
