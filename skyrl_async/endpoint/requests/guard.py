@@ -4,7 +4,7 @@
     a key of the controller   does that too, and makes, rewards and exports sessions
     a session's key           samples in that session only: an agent in a sandbox must not reward itself
 
-Keys are compared in constant time and never logged. A route finds a ``Principal`` in its scope, and takes the parsed body from there.
+Keys are compared in constant time and never logged. A route finds the session and the parsed body in its scope.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.errors import ApiError, invalid_body
 from skyrl_async.endpoint.requests.json_text import TooManyValuesError, parse_stepwise
 from skyrl_async.endpoint.requests.long_work import LARGE_BODY, LONG_BODY, LongWork
@@ -33,27 +34,17 @@ M = TypeVar("M", bound=BaseModel)
 
 _OPEN_PATHS = ("/health",)
 _SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
-_PRINCIPAL = "skyrl_async.principal"
+_SESSION = "skyrl_async.session"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Principal:
-    """The sender of a request, by its key."""
-
-    session: Session | None = None
-    """The session of the key, if it is a session's."""
-    is_controller: bool = False
-    """Whether it may make, reward and export sessions."""
-
-
-def principal_of(scope: Scope) -> Principal:
-    """The sender of a request that has passed ``KeyGuard``."""
-    principal: Principal = scope[_PRINCIPAL]
-    return principal
+def session_of(scope: Scope) -> Session | None:
+    """The session whose key a request came with; None for any other key."""
+    session: Session | None = scope.get(_SESSION)
+    return session
 
 
 class KeyGuard:
-    """Finds the principal of each request, and refuses unknown keys and forbidden paths.
+    """Finds the session of each request's key, and refuses unknown keys and forbidden paths.
 
     Args:
         api_keys: the run's.
@@ -72,33 +63,34 @@ class KeyGuard:
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        path = scope["path"]
+        if path in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        principal = self._principal(presented_key(Headers(scope=scope)))
-        path, session = scope["path"], principal.session
+        session, is_controller = self._sender(presented_key(Headers(scope=scope)))
         if inner := _SESSION_PATH.fullmatch(path):
             if session is None or session.id != inner[1]:
                 raise ApiError(401, f"{path} needs the key of that session", code="invalid_api_key")
             scope = scope | {"path": inner[2], "raw_path": inner[2].encode()}
         elif session is not None and not path.startswith("/v1/"):
             raise ApiError(403, f"a session's key opens /v1/ only, not {path}", code="forbidden")
-        elif path.startswith("/sessions") and not principal.is_controller:
+        elif path.startswith("/sessions") and not is_controller:
             raise ApiError(403, f"{path} needs the controller's key", code="forbidden")
-        await self._app(scope | {_PRINCIPAL: principal}, receive, send)
+        await self._app(scope | {_SESSION: session}, receive, send)
 
-    def _principal(self, key: str | None) -> Principal:
+    def _sender(self, key: str | None) -> tuple[Session | None, bool]:
+        """The session of a key, and whether the key is a controller's."""
         session = None if key is None else self._sessions.authenticate(key)
         if session is not None:
-            return Principal(session=session)
+            return session, False
         if self._run_digests or self._controller_digests:
             presented = _digest(key or "")
             is_controller = [hmac.compare_digest(presented, digest) for digest in self._controller_digests]
             is_run = [hmac.compare_digest(presented, digest) for digest in self._run_digests]
             if key is not None and any(is_controller + is_run):
-                return Principal(is_controller=any(is_controller))
+                return None, any(is_controller)
         elif key is None or front_end_of(key) is None:  # the key of a deleted session is no controller's
-            return Principal(is_controller=True)
+            return None, True
         raise ApiError(
             401,
             "a valid key is needed: send it as Authorization: Bearer <key>",
@@ -125,29 +117,23 @@ class BodyLimit:
     Args:
         max_model_len: tokens of the model's context. A body that no prompt of it needs gets the answer to a prompt that is too long,
             before it is read to its end: to parse, check and render what cannot fit would hold up others.
-        timeout_s: time for a client to send a body; then 408.
         long_work: limits large bodies and parses long ones.
     """
 
-    def __init__(
-        self, app: ASGIApp, max_body_bytes: int, max_model_len: int, timeout_s: float, long_work: LongWork
-    ) -> None:
+    def __init__(self, app: ASGIApp, server: ServerConfig, max_model_len: int, long_work: LongWork) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._server = server
         self._max_model_len = max_model_len
-        self._timeout_s = timeout_s
         self._long_work = long_work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        session = principal_of(scope).session if _PRINCIPAL in scope else None
+        session = session_of(scope)
         with contextlib.ExitStack() as held:
             raw, digest = await self._read(scope, receive, session, held)
             parse = partial(_parsed, raw)
-            body = _Body(await self._long_work.parse(session, parse, is_long=len(raw) > LONG_BODY), digest, held.close)
-            del raw, parse
+            value = await self._long_work.parse(session, parse, is_long=len(raw) > LONG_BODY)
+            body = RequestBody(value, digest, held.close)
+            del raw, parse, value
             await self._app(scope | {_BODY: body}, receive, send)
 
     async def _read(
@@ -160,7 +146,7 @@ class BodyLimit:
         body = bytearray()
         digest = hashlib.sha256(scope["path"].encode() + b"\0")
         large_bodies, is_large = self._long_work.large_bodies(session), False
-        limit = self._max_body_bytes
+        limit = self._server.max_body_bytes
         if scope["path"] in _PROMPT_PATHS:
             limit = min(limit, _MIN_PROMPT_BYTES + _BYTES_PER_TOKEN * self._max_model_len)
 
@@ -168,7 +154,7 @@ class BodyLimit:
             return await (self._long_work.in_turn(receive) if is_large else receive())
 
         try:
-            async with aclosing(body_chunks(scope, receive_chunk, limit, self._timeout_s)) as chunks:
+            async with aclosing(body_chunks(scope, receive_chunk, limit, self._server.request_timeout_s)) as chunks:
                 async for chunk in chunks:
                     body += chunk
                     digest.update(chunk)
@@ -176,7 +162,7 @@ class BodyLimit:
                         is_large = await large_bodies.acquire()
                         held.callback(large_bodies.release)
         except ApiError as refusal:
-            if refusal.status != 413 or limit == self._max_body_bytes:
+            if refusal.status != 413 or limit == self._server.max_body_bytes:
                 raise
             if session is not None:
                 session.count_overflow()
@@ -199,7 +185,7 @@ _JSON_TYPE = re.compile(r"application/(\S+\+)?json\s*(;|$)", re.IGNORECASE)
 
 
 @dataclass(slots=True)
-class _Body:
+class RequestBody:
     """A body that was read."""
 
     value: Any
@@ -207,12 +193,18 @@ class _Body:
     digest: bytes
     """SHA-256 of path and body."""
     release: Callable[[], None]
-    """Admits the session's next large body; idempotent."""
+    """Admits the session's next large body: call it when this one has become a prompt. Idempotent."""
 
 
-def body_of(request: Request, kind: type[M]) -> M:
-    """The request's body. Call it once: it forgets the JSON value. Raises ``ApiError`` for a body that is no ``kind``."""
-    body: _Body = request.scope[_BODY]
+def body_of(scope: Scope) -> RequestBody:
+    """The body of a request."""
+    body: RequestBody = scope[_BODY]
+    return body
+
+
+def checked_body(request: Request, kind: type[M]) -> M:
+    """The request's body as a ``kind``; ``ApiError`` if it is none. Call it once: the JSON value is forgotten."""
+    body = body_of(request.scope)
     value, body.value = body.value, None
     content_type = request.headers.get("content-type", "")
     if value is not None and not _JSON_TYPE.match(content_type):
@@ -221,18 +213,6 @@ def body_of(request: Request, kind: type[M]) -> M:
         return kind.model_validate({} if value is None else value, from_attributes=True)
     except ValidationError as error:
         raise invalid_body(error) from None
-
-
-def body_digest(scope: Scope) -> bytes:
-    """SHA-256 of a request's path and body."""
-    body: _Body = scope[_BODY]
-    return body.digest
-
-
-def release_body(scope: Scope) -> None:
-    """Admit the session's next large body: this request's has become a prompt."""
-    body: _Body = scope[_BODY]
-    body.release()
 
 
 def _parsed(body: bytearray) -> Any:

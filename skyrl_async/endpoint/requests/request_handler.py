@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import refused_values
 from skyrl_async.endpoint.requests.generation import GenerationContext
-from skyrl_async.endpoint.requests.guard import principal_of, release_body
+from skyrl_async.endpoint.requests.guard import body_of, session_of
 from skyrl_async.endpoint.requests.json_text import json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.requests.planner import Planner
@@ -58,7 +59,7 @@ class Serving:
 
     Args:
         sessions: the endpoint's sessions, and how they are treated.
-        max_concurrent_requests: generations at once, >= 1.
+        server: the policy's name in replies, and how many generations run at once.
         keepalive_interval_s: silence after which a stream sends a comment, > 0.
         on_session_end: called with the id of a session that is closed, once or more often.
     """
@@ -69,19 +70,18 @@ class Serving:
         renderer: ChatRenderer,
         parser: AnswerParser,
         sessions: SessionStore,
+        server: ServerConfig,
         *,
-        model_name: str,
-        max_concurrent_requests: int,
         keepalive_interval_s: float,
         on_session_end: Callable[[str], None],
     ) -> None:
         self.sampler = sampler
         self.renderer = renderer
         self.sessions = sessions
-        self.model_name = model_name
+        self.model_name = server.model_name
         self.long_work = LongWork()
         self._parser = parser
-        self._limit = asyncio.Semaphore(max_concurrent_requests)
+        self._limit = asyncio.Semaphore(server.max_concurrent_requests)
         self._keepalive_interval_s = keepalive_interval_s
         self._on_session_end = on_session_end
         self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
@@ -92,35 +92,33 @@ class Serving:
         request: Request,
         make_call: MakeCall,
         *,
-        is_stream: bool,
-        style: EventStyle = EventStyle.openai,
+        style: EventStyle | None,
     ) -> Response:
-        """Answer ``request``, in ``style`` if it ``is_stream``.
+        """Answer ``request``: as a stream in ``style``, or whole.
 
         Raises ``SessionClosedError`` before anything is sampled or sent. What ``make_call`` raises becomes the answer.
         """
-        session = principal_of(request.scope).session
-        shown = style if is_stream else None
+        session = session_of(request.scope)
         if session is None:
-            produce = self._produce(request, self._context(None, self._limit), make_call, is_stream)
-            return self._deliver(SharedRequest(produce), shown)
+            produce = self._produce(request, self._context(None, self._limit), make_call, style)
+            return self._deliver(SharedRequest(produce), style)
         identity = identity_of(request)
         requests = self._by_session.setdefault(session, SessionRequests(session.limits.max_concurrent_requests))
         requests.require_same_body(identity)
         replay = requests.replay(identity)
         if replay is not None:  # before caps are looked at: nothing is sampled
             self._counts["replays"] += 1
-            return self._deliver(SharedRequest(replay), shown)
+            return self._deliver(SharedRequest(replay), style)
         session.begin_request(self.sessions.clock())
         shared = requests.join(identity)
         if shared is not None:
             self._counts["joined_requests"] += 1
-            release_body(request.scope)
+            body_of(request.scope).release()
         else:
             context = self._context(session, requests.limit, self._limit)
-            produce = self._produce(request, context, make_call, is_stream)
+            produce = self._produce(request, context, make_call, style)
             shared = requests.begin(identity, produce, context.commit_turns)
-        return self._deliver(shared, shown, lambda: session.end_request(self.sessions.clock()))
+        return self._deliver(shared, style, lambda: session.end_request(self.sessions.clock()))
 
     def end_session(self, session: Session) -> None:
         """Cancel the session's requests in flight; their clients are told that it is closed."""
@@ -144,13 +142,18 @@ class Serving:
             sampler=self.sampler, renderer=self.renderer, parser=self._parser, session=session, limits=limits
         )
 
-    def _produce(self, request: Request, context: GenerationContext, make_call: MakeCall, is_stream: bool) -> Produce:
-        scope, planner = request.scope, Planner(context, self.sessions.settings.reasoning_policy, self.long_work)
+    def _produce(
+        self, request: Request, context: GenerationContext, make_call: MakeCall, style: EventStyle | None
+    ) -> Produce:
+        body, planner = (
+            body_of(request.scope),
+            Planner(context, self.sessions.settings.reasoning_policy, self.long_work),
+        )
 
         async def produce(emit: Emit) -> Event | None:
             call = await make_call(planner)
-            release_body(scope)
-            if not is_stream:
+            body.release()
+            if style is None:
                 return await call.reply()
             await call.stream(emit)
             return None
@@ -166,7 +169,7 @@ class Serving:
                 raise ApiError(413, f"at most {limit} characters are tokenized at once, got more: send them in parts")
             return json_bytes_stepwise(answer())
 
-        session = principal_of(request.scope).session
+        session = session_of(request.scope)
         with refused_values("messages"):
             body = await self.long_work.tokenize(session, answered, is_long=text_length(content) > LONG_TEXT)
         return Response(body, media_type="application/json")

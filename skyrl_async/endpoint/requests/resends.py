@@ -18,7 +18,7 @@ from itertools import chain
 from starlette.requests import Request
 
 from skyrl_async.endpoint.requests.errors import ApiError
-from skyrl_async.endpoint.requests.guard import body_digest
+from skyrl_async.endpoint.requests.guard import body_of
 from skyrl_async.endpoint.requests.shared_request import Produce, SharedRequest
 
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -48,7 +48,7 @@ def identity_of(request: Request) -> RequestIdentity:
     count = request.headers.get(_RETRY_HEADER, "")
     key = next((request.headers[name] for name in _KEY_HEADERS if request.headers.get(name)), None)
     return RequestIdentity(
-        body=body_digest(request.scope),
+        body=body_of(request.scope).digest,
         key=None if key is None else hashlib.sha256(b"key\0" + key.encode()).digest(),
         is_resend=count.isdecimal() and bool(count.strip("0")),
     )

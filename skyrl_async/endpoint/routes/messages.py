@@ -26,7 +26,7 @@ from skyrl_async.endpoint.requests.fields import (
     unsupported,
 )
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
-from skyrl_async.endpoint.requests.guard import body_of
+from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.schema import (
@@ -291,7 +291,7 @@ def routes(serving: Serving) -> list[Route]:
     """The routes of Anthropic's Messages API."""
 
     async def count_tokens(request: Request) -> Response:
-        body = body_of(request, Conversation)
+        body = checked_body(request, Conversation)
         serving.require_model(body.model)
         messages, tools = chat_messages(body.messages, body.system), body.chat_tools() or None
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from skyrl_async.endpoint.requests.fields import known_ids
-from skyrl_async.endpoint.requests.guard import body_of
+from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import ChatToolFields, Checked
 
@@ -80,7 +80,7 @@ def _tokenization(serving: Serving) -> list[Route]:
     renderer = serving.renderer
 
     async def tokenize(request: Request) -> Response:
-        body = body_of(request, TokenizeRequest)
+        body = checked_body(request, TokenizeRequest)
         serving.require_model(body.model)
         tools = body.chat_tools() or None
 
@@ -97,7 +97,7 @@ def _tokenization(serving: Serving) -> list[Route]:
         return await serving.tokenize(request, (body.prompt, body.messages, tools), answer)
 
     async def detokenize(request: Request) -> Response:
-        body = body_of(request, DetokenizeRequest)
+        body = checked_body(request, DetokenizeRequest)
         serving.require_model(body.model)
         tokens = known_ids(body.tokens, renderer.vocab_size, param="tokens")
         return await serving.tokenize(request, tokens, lambda: {"prompt": renderer.decode(tokens)})

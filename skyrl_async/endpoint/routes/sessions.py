@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_async.endpoint.requests.guard import body_of
+from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.request_handler import Serving
@@ -56,7 +56,7 @@ def routes(serving: Serving) -> list[Route]:
     store = serving.sessions
 
     async def create_session(request: Request) -> Response:
-        body = body_of(request, CreateSession)
+        body = checked_body(request, CreateSession)
         asked = body.limits.model_dump(exclude_none=True) if body.limits else {}
         session, key = store.create(
             sampling=body.sampling,
@@ -73,7 +73,7 @@ def routes(serving: Serving) -> list[Route]:
         return StrictJSONResponse(_shown(session, has_left_out=not store.settings.trains_side_requests))
 
     async def finish_session(request: Request) -> Response:
-        outcome = body_of(request, SessionOutcome)
+        outcome = checked_body(request, SessionOutcome)
         session = store.get(request.path_params["id"])
         serving.end_session(session)
         store.finish(session.id, outcome)

@@ -22,7 +22,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned
-from skyrl_async.endpoint.requests.guard import body_of
+from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.request_handler import Call, Serving
@@ -47,14 +47,14 @@ def sampling_route(
     """The route of a surface that samples. ``style``: how its streams are written."""
 
     async def sample(request: Request) -> Response:
-        body = body_of(request, body_type)
+        body = checked_body(request, body_type)
         serving.require_model(body.model)
         requests = body.to_generation(request.headers.get("x-session-id"))
 
         async def call(planner: Planner) -> Call:
             return call_type(await planner.plan(requests), body, serving)
 
-        return await serving.handle(request, call, is_stream=body.stream, style=style)
+        return await serving.handle(request, call, style=style if body.stream else None)
 
     return Route(path, sample, methods=["POST"])
 

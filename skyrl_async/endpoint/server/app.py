@@ -66,8 +66,7 @@ def create_app(
         renderer,
         parser or AnswerParser.of(renderer.tokenizer),
         store,
-        model_name=server.model_name,
-        max_concurrent_requests=server.max_concurrent_requests,
+        server,
         keepalive_interval_s=keepalive_interval_s,
         on_session_end=on_session_end,
     )
@@ -80,13 +79,7 @@ def create_app(
     routes += operations.routes(serving, figures, created=int(time.time()))
     guards = [
         Middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store),
-        Middleware(
-            BodyLimit,
-            max_body_bytes=server.max_body_bytes,
-            max_model_len=sampler.max_model_len,
-            timeout_s=server.request_timeout_s,
-            long_work=serving.long_work,
-        ),
+        Middleware(BodyLimit, server=server, max_model_len=sampler.max_model_len, long_work=serving.long_work),
     ]
     # Around the routes, so that the handlers of errors answer what the guards raise.
     app = Starlette(routes=[Mount("", routes=routes, middleware=guards)], exception_handlers=ERROR_HANDLERS)

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.guard import body_chunks, presented_key
 from skyrl_async.endpoint.requests.streaming import until_disconnect
@@ -24,14 +25,13 @@ class Forwarding:
     Args:
         app: this front end's application.
         front_end: this front end's index.
-        max_body_bytes, request_timeout_s: as for ``create_app``.
+        server: limits of a request's body.
     """
 
-    def __init__(self, app: ASGIApp, front_end: int, *, max_body_bytes: int, request_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, front_end: int, server: ServerConfig) -> None:
         self._app = app
         self._front_end = front_end
-        self._max_body_bytes = max_body_bytes
-        self._request_timeout_s = request_timeout_s
+        self._server = server
         self._peers: tuple[str, ...] = ()
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None)
@@ -53,7 +53,8 @@ class Forwarding:
         is_whole = asyncio.Event()
 
         async def body() -> AsyncGenerator[bytes, None]:
-            async with aclosing(body_chunks(scope, receive, self._max_body_bytes, self._request_timeout_s)) as chunks:
+            limit, timeout_s = self._server.max_body_bytes, self._server.request_timeout_s
+            async with aclosing(body_chunks(scope, receive, limit, timeout_s)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             is_whole.set()
@@ -69,7 +70,7 @@ class Forwarding:
 
     def _other_owner(self, scope: Scope) -> str | None:
         """The address of the front end that holds the request's session, unless it is this one or there is none."""
-        key = presented_key(Headers(scope=scope)) if scope["type"] == "http" else None
+        key = presented_key(Headers(scope=scope))
         index = front_end_of(key) if key is not None else None
         if index is None or index == self._front_end or index >= len(self._peers):
             return None

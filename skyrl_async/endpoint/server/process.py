@@ -105,20 +105,10 @@ class EndpointServer:
     async def _serve(self, host: str, port: int, address: "asyncio.Future[tuple[str, int]]") -> None:
         from skyrl_async.endpoint.server.serve import start_server
 
-        settings = self._settings.server
+        server = self._settings.server
         app = self._application()
-        self._forwarding = Forwarding(
-            app, self._front_end, max_body_bytes=settings.max_body_bytes, request_timeout_s=settings.request_timeout_s
-        )
-        server = start_server(
-            self._forwarding,
-            host,
-            port,
-            keep_alive_timeout_s=settings.keep_alive_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
-            shutdown_timeout_s=settings.shutdown_timeout_s,
-        )
-        async with server as bound, asyncio.TaskGroup() as group:
+        self._forwarding = Forwarding(app, self._front_end, server)
+        async with start_server(self._forwarding, host, port, server) as bound, asyncio.TaskGroup() as group:
             logger.info("endpoint on http://%s:%d/v1", *bound)
             _prepare_memory()
             address.set_result(bound)

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.json_text import json_bytes
 from skyrl_async.errors import ConfigError
@@ -21,43 +22,40 @@ async def start_server(
     app: ASGIApp,
     host: str = "127.0.0.1",
     port: int = 0,
-    *,
-    keep_alive_timeout_s: int = 75,
-    request_timeout_s: float = 60.0,
-    shutdown_timeout_s: int = 1,
+    server: ServerConfig | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve ``app`` while the block runs, and yield (host, port).
 
     Args:
-        port: 0 takes a free one. ``ConfigError`` when it is in use.
-        keep_alive_timeout_s: Idle time after which a connection is closed; clients break below 75.
-        request_timeout_s: Time for a client to send a request's header; then 408.
-        shutdown_timeout_s: Time for open requests at the end, before they are cancelled.
+        host, port: the address; 0 takes a free port. ``ConfigError`` when it is in use.
+        server: timeouts; None takes the defaults, and gives open requests a second at the end.
 
     A server that fails cancels the block and raises its failure.
     """
+    limits = server or ServerConfig(shutdown_timeout_s=1)
     bound = _bind(host, port)
-    server = _Server(
+    running = _Server(
         uvicorn.Config(
             app,
             lifespan="off",
+            ws="none",
             log_config=None,
             access_log=False,
-            timeout_keep_alive=keep_alive_timeout_s,
-            http=_connection(request_timeout_s),
-            timeout_graceful_shutdown=shutdown_timeout_s,
+            timeout_keep_alive=limits.keep_alive_timeout_s,
+            http=_connection(limits.request_timeout_s),
+            timeout_graceful_shutdown=limits.shutdown_timeout_s,
         )
     )
     try:
         async with task_group() as group:
-            serving = group.create_task(server.serve(sockets=[bound]), name="endpoint")
-            await server.ready.wait()
+            serving = group.create_task(running.serve(sockets=[bound]), name="endpoint")
+            await running.ready.wait()
             try:
                 yield bound.getsockname()[0], bound.getsockname()[1]
             finally:
                 # A group cancels its tasks when the block fails; a cancelled server leaves its connections open.
-                server.stop()
-                await asyncio.wait({serving}, timeout=shutdown_timeout_s + 1)
+                running.stop()
+                await asyncio.wait({serving}, timeout=limits.shutdown_timeout_s + 1)
     finally:
         bound.close()
 

@@ -312,7 +312,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
 )
 async def test_a_request_that_is_sent_half_is_408(sent: list[bytes], part: str) -> None:
     app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY], server=ServerConfig(request_timeout_s=0.05))
-    async with start_server(app, request_timeout_s=0.05) as address:
+    async with start_server(app, server=ServerConfig(request_timeout_s=0.05)) as address:
         answer = await receive_all(*address, *sent)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"connection: close" in answer.lower()
@@ -323,7 +323,7 @@ async def test_a_request_that_is_sent_half_is_408(sent: list[bytes], part: str) 
 
 async def test_a_connection_that_says_nothing_is_closed_without_an_answer() -> None:
     app = create_app(ScriptedSampler(), HeldRenderer(), api_keys=[RUN_KEY])
-    async with start_server(app, request_timeout_s=0.05) as address:
+    async with start_server(app, server=ServerConfig(request_timeout_s=0.05)) as address:
         assert await receive_all(*address, b"") == b""
 
 
@@ -331,7 +331,7 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
     forwarding: list[Forwarding] = []
 
     def around(app: Any) -> Forwarding:
-        forwarding.append(Forwarding(app, 1, max_body_bytes=1000, request_timeout_s=0.05))
+        forwarding.append(Forwarding(app, 1, ServerConfig(max_body_bytes=1000, request_timeout_s=0.05)))
         return forwarding[0]
 
     async with endpoint(ScriptedSampler()) as owner, endpoint(ScriptedSampler(), around=around) as other:

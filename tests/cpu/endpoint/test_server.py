@@ -439,7 +439,10 @@ async def test_a_failing_block_is_raised_bare_and_the_server_stops() -> None:
 
 async def test_stopping_ends_requests_that_are_still_open() -> None:
     sampler = HeldSampler(is_held=True)
-    async with start_server(create_app(sampler, RENDERER, api_keys=[]), shutdown_timeout_s=0) as (host, port):
+    async with start_server(create_app(sampler, RENDERER, api_keys=[]), server=ServerConfig(shutdown_timeout_s=0)) as (
+        host,
+        port,
+    ):
         client = httpx.AsyncClient()
         open_request = asyncio.ensure_future(
             client.post(f"http://{host}:{port}/v1/chat/completions", json={"messages": HELLO})
