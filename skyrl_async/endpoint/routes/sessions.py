@@ -42,8 +42,8 @@ class CreateSession(BaseModel):
 
 
 _SHOWN = (
-    *("id", "label", "num_turns", "num_sampled_tokens", "num_requests_open", "num_overflows", "was_cut_short"),
-    *("last_text", "last_finish_reason"),
+    *("id", "label", "state", "num_turns", "num_sampled_tokens", "num_requests_open", "num_overflows"),
+    "was_cut_short",
 )
 _ROW = (
     *("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs", "reward", "weight", "num_turns", "num_aborts"),
@@ -102,9 +102,14 @@ def routes(serving: Serving) -> list[Route]:
 
 def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
     num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
-    shown = {name: getattr(session, name) for name in _SHOWN}
-    side = {"num_side_requests": num_side_requests, "num_side_tokens": num_side_tokens}
-    return shown | side | {"state": str(session.state), "messages": session.newest_messages}
+    newest = session.tree.newest_turn
+    return {name: getattr(session, name) for name in _SHOWN} | {
+        "num_side_requests": num_side_requests,
+        "num_side_tokens": num_side_tokens,
+        "messages": session.tree.newest_messages,
+        "last_text": None if newest is None else newest.addition.text,
+        "last_finish_reason": None if newest is None else newest.addition.finish_reason,
+    }
 
 
 def _row(row: Trajectory) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from skyrl_async.endpoint.sessions.rows import rows
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionOutcome, SessionSampling, SessionSettings
 from skyrl_async.endpoint.sessions.tree import TurnTree
 from skyrl_async.errors import SessionClosedError, StateError
-from skyrl_async.types import FinishReason, Message, Trajectory
+from skyrl_async.types import Trajectory
 
 
 class SessionState(StrEnum):
@@ -56,7 +56,8 @@ class Session:
         self.limits = limits
         self.state = SessionState.OPEN
         self._expired_because = ""
-        self._tree = TurnTree()
+        self.tree = TurnTree()
+        """What turns are matched against and, while the session is open, committed to."""
         self._rows: tuple[Trajectory, ...] = ()
         self._side_figures = (0, 0)
         self._make_rows: Callable[[], tuple[Trajectory, ...]] | None = None
@@ -75,23 +76,12 @@ class Session:
         return self.state is SessionState.OPEN
 
     @property
-    def tree(self) -> TurnTree:
-        """What turns are matched against and committed to; ``SessionClosedError`` unless the session is open."""
-        self._check_open()
-        return self._tree
-
-    @property
     def num_turns(self) -> int:
-        return self._tree.num_turns
+        return self.tree.num_turns
 
     @property
     def num_sampled_tokens(self) -> int:
-        return self._tree.num_sampled_tokens
-
-    @property
-    def has_constrained_turns(self) -> bool:
-        """Whether a grammar constrained a turn; False once the turns are dropped."""
-        return any(turn.is_constrained for turn in self._tree.turns)
+        return self.tree.num_sampled_tokens
 
     @property
     def was_cut_short(self) -> bool:
@@ -101,27 +91,10 @@ class Session:
     @property
     def side_figures(self) -> tuple[int, int]:
         """(number of side requests, tokens sampled in them)."""
-        if not self._tree.is_closed:
-            turns = self._tree.side_requests
+        if not self.tree.is_closed:
+            turns = self.tree.side_requests
             self._side_figures = len(turns), sum(len(turn.addition.token_ids) for turn in turns)
         return self._side_figures
-
-    @property
-    def newest_messages(self) -> tuple[Message, ...]:
-        """The conversation of the newest turn, its reply included; empty without turns. Ignores side requests, as do the two below."""
-        return self._tree.newest_messages
-
-    @property
-    def last_text(self) -> str | None:
-        """The newest turn's text as it was sampled; None without turns."""
-        newest = self._tree.newest_turn
-        return None if newest is None else newest.addition.text
-
-    @property
-    def last_finish_reason(self) -> FinishReason | None:
-        """Why the newest turn ended; None without turns."""
-        newest = self._tree.newest_turn
-        return None if newest is None else newest.addition.finish_reason
 
     def begin_request(self, now: float) -> None:
         """Begin a request. ``SessionClosedError`` if the session is closed, past a deadline or at a cap; then nothing has begun."""
@@ -168,7 +141,7 @@ class Session:
             "is_truncated": outcome.is_truncated or self.was_cut_short,
             "is_abandoned": outcome.is_abandoned or self.state is SessionState.EXPIRED,
         }
-        self._make_rows = partial(rows, self._tree, outcome.model_copy(update=overruled), settings)
+        self._make_rows = partial(rows, self.tree, outcome.model_copy(update=overruled), settings)
         self.state = SessionState.FINISHED
 
     def rows(self) -> tuple[Trajectory, ...]:
@@ -176,14 +149,14 @@ class Session:
         with self._making_rows:
             if self._make_rows is not None:
                 self._rows, self._make_rows = self._make_rows(), None
-                self._tree.close()
+                self.tree.close()
             return self._rows
 
     def delete(self) -> None:
         """Drop everything but figures."""
         self.state = SessionState.DELETED
         self._rows, self._make_rows = (), None
-        self._tree.close()
+        self.tree.close()
 
     def _check_open(self) -> None:
         if not self.is_open:

@@ -92,7 +92,8 @@ class SessionStore:
         if session.expire(self.clock()):
             self._totals["expired"] += 1
         is_first = session.state is not SessionState.FINISHED
-        if session.has_constrained_turns and not (self.settings.trains_constrained or self._has_warned):
+        is_constrained = any(turn.is_constrained for turn in session.tree.turns)
+        if is_constrained and not (self.settings.trains_constrained or self._has_warned):
             self._has_warned = True
             logger.warning(_NOT_TRAINED, session_id)
         session.finish(outcome, self.settings)

@@ -151,14 +151,13 @@ class TurnTree:
             is_constrained: whether it was sampled under a grammar.
             other_forms: further forms in which clients send the reply back, such as with its stop string.
 
-        Raises ``StateError`` when ``match`` is not of this tree and these messages, when the prompt does not begin with the matched turn's
-        ids, when the completion has not one log-prob and version per token, or when the tree is closed. The tree is then as it was.
+        Raises ``StateError`` when the prompt does not begin with the matched turn's ids, when the completion has not one log-prob and
+        version per token, or when the tree is closed. The tree is then as it was.
         """
         if self.is_closed:
             raise StateError("a closed turn tree accepts no turn; its session is finished or deleted")
         num_known = self._check_extends(match.turn, completion)
         keys = match.keys if len(match.keys) == len(messages) else tuple(message_key(m) for m in messages)
-        self._check_is_of(match, keys, tools_key(tools))
         turn = Turn(
             index=len(self._turns),
             parent=match.turn,
@@ -215,18 +214,6 @@ class TurnTree:
                 "without a parent when it was rendered anew"
             )
         return len(known)
-
-    def _check_is_of(self, match: Match, keys: Sequence[MessageKey], tools: str) -> None:
-        if match.turn is None:
-            return
-        node = self._roots.get(tools)
-        for key in keys[: match.num_messages]:
-            node = node.children.get(key) if node is not None else None
-        if node is None or match.turn not in node.turns:
-            raise StateError(
-                f"the first {match.num_messages} of {len(keys)} messages must be the conversation of turn "
-                f"{match.turn.index} of this session, but are not; commit with the match of the same messages and tools"
-            )
 
 
 def _possible(turns: Sequence[Turn], message: Message, mismatches: dict[Turn, int]) -> dict[Turn, int]:

@@ -182,21 +182,6 @@ def test_a_prompt_that_does_not_begin_with_the_parent_s_ids_is_refused(policy: P
     assert policy.tree.turns == (parent,)
 
 
-def test_a_turn_of_another_session_or_conversation_is_refused(policy: Policy) -> None:
-    turn = policy.answer([user("a")], assistant("b"))
-    match = policy.tree.match([user("a"), assistant("b")])
-    done = completion((*turn.token_ids, 1), (5,))
-    with pytest.raises(StateError, match="conversation of turn 0 of this session"):
-        TurnTree().commit(match, [user("a"), assistant("b")], assistant("d"), done)
-    with pytest.raises(StateError, match="conversation of turn 0 of this session"):
-        policy.tree.commit(Match(turn=turn, num_messages=2), [user("z"), assistant("b")], assistant("d"), done)
-    with pytest.raises(StateError, match="conversation of turn 0 of this session"):
-        policy.tree.commit(match, [user("a"), assistant("b")], assistant("d"), done, tools=TOOLS)
-    policy.answer([user("z")], assistant("b"))
-    with pytest.raises(StateError, match="conversation of turn 0 of this session"):
-        policy.tree.commit(Match(turn=turn, num_messages=2), [user("z"), assistant("b")], assistant("d"), done)
-
-
 @pytest.mark.parametrize("name", ["logprobs", "versions"])
 def test_a_completion_without_one_value_per_token_is_refused(policy: Policy, name: str) -> None:
     done = completion((1,), (2, 3))
