@@ -26,7 +26,7 @@ from skyrl_async.endpoint.requests.json_text import json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
 from skyrl_async.endpoint.requests.planner import Planner
 from skyrl_async.endpoint.requests.resends import SessionRequests, identity_of
-from skyrl_async.endpoint.requests.shared_request import Emit, Event, Produce, SharedRequest
+from skyrl_async.endpoint.requests.shared_request import Emit, Produce, SharedRequest
 from skyrl_async.endpoint.requests.streaming import Delivery, EventStyle
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.store import SessionStore
@@ -87,13 +87,7 @@ class Serving:
         self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
 
-    async def handle(
-        self,
-        request: Request,
-        make_call: MakeCall,
-        *,
-        style: EventStyle | None,
-    ) -> Response:
+    async def handle(self, request: Request, make_call: MakeCall, *, style: EventStyle | None) -> Response:
         """Answer ``request``: as a stream in ``style``, or whole.
 
         Raises ``SessionClosedError`` before anything is sampled or sent. What ``make_call`` raises becomes the answer.
@@ -145,18 +139,16 @@ class Serving:
     def _produce(
         self, request: Request, context: GenerationContext, make_call: MakeCall, style: EventStyle | None
     ) -> Produce:
-        body, planner = (
-            body_of(request.scope),
-            Planner(context, self.sessions.settings.reasoning_policy, self.long_work),
-        )
+        body = body_of(request.scope)
+        planner = Planner(context, self.sessions.settings.reasoning_policy, self.long_work)
 
-        async def produce(emit: Emit) -> Event | None:
+        async def produce(emit: Emit) -> None:
             call = await make_call(planner)
             body.release()
             if style is None:
-                return await call.reply()
-            await call.stream(emit)
-            return None
+                emit(await call.reply())
+            else:
+                await call.stream(emit)
 
         return produce
 

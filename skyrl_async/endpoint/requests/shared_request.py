@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 Event = Mapping[str, Any]
 Emit = Callable[[Event], None]
 """Passes one event on."""
-Produce = Callable[[Emit], Coroutine[Any, Any, Event | None]]
-"""Emits events, or returns the whole reply."""
+Produce = Callable[[Emit], Coroutine[Any, Any, None]]
+"""Emits an answer's events; a whole reply is one."""
 
-_running: set["asyncio.Task[Event | None]"] = set()
+_running: set["asyncio.Task[None]"] = set()
 """Keeps tasks without connections alive: they still have generations to cancel."""
 
 
@@ -44,7 +44,7 @@ class SharedRequest:
         self._on_abandoned = on_abandoned
         self._events: list[Event] = []
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[Event | None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._num_connections = 0
         self._is_delivered = False
         self._cancelled_for: Exception | None = None
@@ -56,7 +56,7 @@ class SharedRequest:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with a failure: ``reply`` raises."""
+        """Whether it has ended with a failure: ``ended`` raises."""
         task = self._task
         return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
@@ -73,16 +73,17 @@ class SharedRequest:
                 task.cancel()
                 self._on_abandoned(self)
 
-    async def reply(self) -> Event | None:
-        """What ``produce`` returned. Raises what it raised, or the reason given to ``cancel``."""
+    async def ended(self) -> list[Event]:
+        """All events, once the work has ended. Raises what ``produce`` raised, or the reason given to ``cancel``."""
         assert self._task is not None
         try:
-            return await asyncio.shield(self._task)
+            await asyncio.shield(self._task)
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is not None and waiting.cancelling():
                 raise
             raise self._cancelled_for or InferenceError("the work on this request was cancelled from inside") from None
+        return self._events
 
     async def events(self, num_seen: int, timeout_s: float) -> list[Event]:
         """The events after the first ``num_seen``, as soon as there is one; none when the work has ended, or after ``timeout_s``."""
@@ -93,7 +94,7 @@ class SharedRequest:
         return self._events[num_seen:]
 
     def cancel(self, reason: Exception) -> None:
-        """Cancel the work, unless it has ended: every ``reply`` raises ``reason``."""
+        """Cancel the work, unless it has ended: ``ended`` raises ``reason`` on every connection."""
         self._cancelled_for = reason
         if self._task is not None:
             self._task.cancel()
@@ -105,18 +106,16 @@ class SharedRequest:
             self._on_delivered(self)
 
     def replay(self) -> Produce:
-        """Produces the recorded outcome again. Call it only if the work ended well."""
-        assert self._task is not None
-        events, reply = tuple(self._events), self._task.result()
+        """Produces the recorded events again. Call it only if the work ended well."""
+        events = tuple(self._events)
 
-        async def replay(emit: Emit) -> Event | None:
+        async def replay(emit: Emit) -> None:
             for event in events:
                 emit(event)
-            return reply
 
         return replay
 
-    def _start(self) -> "asyncio.Task[Event | None]":
+    def _start(self) -> "asyncio.Task[None]":
         # Connections come and go in tasks of their own, none of which can own this one; the last to close cancels it.
         task = asyncio.create_task(self._produce(self._emit), name="endpoint-request")
         _running.add(task)
@@ -125,7 +124,7 @@ class SharedRequest:
             task.cancel()
         return task
 
-    def _on_done(self, task: "asyncio.Task[Event | None]") -> None:
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
         _running.discard(task)
         failure = None if task.cancelled() else task.exception()
         if failure is not None:

@@ -92,11 +92,11 @@ class Delivery(Response):
 
     async def _send_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            reply = await self._shared.reply()
+            (reply,) = await self._shared.ended()
         except Exception as error:
             await as_api_error(error).response_for(scope["path"])(scope, receive, send)
             return
-        body = await encode_json(reply or {})
+        body = await encode_json(reply)
         headers = [*self.raw_headers, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -120,7 +120,7 @@ class Delivery(Response):
     async def _send_end(self, send: Send, style: EventStyle) -> None:
         """End a stream whose last event was sent."""
         try:
-            await self._shared.reply()
+            await self._shared.ended()
         except Exception as error:  # headers are out: the failure becomes an event
             failure = as_api_error(error).body | ({"type": "error"} if style is EventStyle.named else {})
             await send({"type": "http.response.body", "body": await _event_bytes([failure], style), "more_body": True})

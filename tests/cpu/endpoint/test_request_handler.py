@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.requests.shared_request import Emit, Event, SharedRequest
+from skyrl_async.endpoint.requests.shared_request import Emit, SharedRequest
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionOutcome, SessionSettings
 from skyrl_async.errors import NoEngineError
@@ -317,16 +317,16 @@ async def _settle() -> None:
 
 
 def _shared(log: list[str], produced: "asyncio.Future[str] | None" = None, **arguments: Any) -> SharedRequest:
-    async def produce(emit: Emit) -> Event:
+    async def produce(emit: Emit) -> None:
         log.append("begun")
         emit({"n": 1})
         try:
-            text = await produced if produced else "done"
+            if produced:
+                await produced
         except asyncio.CancelledError:
             log.append("cancelled")
             raise
         emit({"n": 2})
-        return {"text": text}
 
     return SharedRequest(produce, **arguments)
 
@@ -335,9 +335,9 @@ async def test_connections_share_one_run_and_a_late_one_gets_all_events() -> Non
     log: list[str] = []
     shared = _shared(log)
     with shared.connected():
-        assert await shared.reply() == {"text": "done"}
+        assert await shared.ended() == [{"n": 1}, {"n": 2}]
         with shared.connected():
-            assert await shared.reply() == {"text": "done"}
+            assert await shared.ended() == [{"n": 1}, {"n": 2}]
             assert await shared.events(0, 9) == [{"n": 1}, {"n": 2}]
             assert await shared.events(2, 9) == []
         shared.delivered()
@@ -361,7 +361,7 @@ async def test_a_delivery_is_recorded_once() -> None:
     told: list[SharedRequest] = []
     shared = _shared([], on_delivered=told.append, on_abandoned=lambda _: pytest.fail("somebody has it"))
     with shared.connected():
-        await shared.reply()
+        await shared.ended()
         shared.delivered()
         shared.delivered()
     assert told == [shared]
@@ -378,7 +378,7 @@ async def test_a_cancelled_request_raises_the_reason_on_all_connections(is_begun
             while not shared.is_done:
                 num_seen += len(await shared.events(num_seen, 1e6))
             assert shared.has_failed
-            await shared.reply()
+            await shared.ended()
 
     connections = [asyncio.ensure_future(connect()) for _ in range(2)]
     if is_begun:
@@ -396,7 +396,7 @@ async def test_a_connection_that_is_cancelled_with_its_request_stays_cancelled()
 
     async def connect() -> None:
         with shared.connected():
-            await shared.reply()
+            await shared.ended()
 
     connection = asyncio.ensure_future(connect())
     await asyncio.sleep(0)
@@ -410,15 +410,14 @@ async def test_a_connection_that_is_cancelled_with_its_request_stays_cancelled()
 async def test_a_replay_is_the_same_outcome_and_holds_nothing_that_made_it() -> None:
     shared = _shared([])
     with shared.connected():
-        reply = await shared.reply()
+        events = await shared.ended()
         again = SharedRequest(shared.replay())
     with again.connected():
-        assert await again.reply() == reply
-        assert await again.events(0, 9) == [{"n": 1}, {"n": 2}]
+        assert await again.ended() == events == [{"n": 1}, {"n": 2}]
 
 
 async def test_a_failure_without_connections_is_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    async def produce(emit: Emit) -> Event:
+    async def produce(emit: Emit) -> None:
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
