@@ -50,7 +50,10 @@ class ChatCompletionRequest(ChatToolFields, SamplingFields):
         max_tokens = self.max_completion_tokens or self.max_tokens
         request = self.generation(
             session_header,
-            self.sampling(max_tokens, structured, num_top_logprobs, shows_logprobs=self.logprobs),
+            max_tokens,
+            structured,
+            num_top_logprobs=num_top_logprobs,
+            shows_logprobs=self.logprobs,
             messages=tuple(self.messages),
             prefix_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
             **self.tool_fields(),

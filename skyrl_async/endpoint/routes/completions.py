@@ -52,9 +52,13 @@ class CompletionRequest(SamplingFields):
             found = f"{len(prompts)} prompts times n={self.n}"
             raise refused("prompt", f"must ask for one choice to {_MAX_CHOICES}, got {found}")
         structured = format_of(self.response_format, "response_format", schema_in="json_schema")
-        has_logprobs = self.logprobs is not None
-        sampling = self.sampling(self.max_tokens, structured, self.logprobs or 0, shows_logprobs=has_logprobs)
-        request = self.generation(session_header, sampling)
+        request = self.generation(
+            session_header,
+            self.max_tokens,
+            structured,
+            num_top_logprobs=self.logprobs or 0,
+            shows_logprobs=self.logprobs is not None,
+        )
         labels: Sequence[str | None] = [request.session_label] * len(prompts)
         if isinstance(self.session_id, list):
             labels = [str(label) for label in self.session_id]

@@ -182,7 +182,8 @@ class MessagesRequest(Conversation, SamplingFields):
         structured = format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",))
         request = self.generation(
             session_header,
-            self.sampling(self.max_tokens, structured, 0),
+            self.max_tokens,
+            structured,
             messages=chat_messages(self.messages, self.system),
             **self.tool_fields(),
         )

@@ -185,12 +185,14 @@ class ResponsesRequest(ToolFields, SamplingFields):
         for name, advice in _STATEFUL.items():
             if getattr(self, name):
                 raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
-        structured, has_logprobs = format_of(self.text_format, "text.format"), self.has_logprobs
         request = self.generation(
             session_header,
+            self.max_output_tokens,
+            format_of(self.text_format, "text.format"),
+            num_top_logprobs=self.top_logprobs,
+            shows_logprobs=self.has_logprobs,
             messages=chat_messages(self.input, self.instructions),
             **self.tool_fields(),
-            sampling=self.sampling(self.max_output_tokens, structured, self.top_logprobs, shows_logprobs=has_logprobs),
         )
         return (request,)
 

@@ -157,29 +157,24 @@ class SamplingFields(Body):
         """The requests, one per prompt, without their wire format; ``ApiError`` names what is not served."""
         raise NotImplementedError
 
-    def generation(self, session_header: str | None, sampling: SamplingParams, **prompt: Any) -> GenerationRequest:
-        """A request for ``prompt``, the fields of ``GenerationRequest`` about messages, tools and lengths."""
-        return GenerationRequest(
-            sampling=sampling,
-            bad_words=tuple(self.bad_words),
-            session_label=session_header if self.session_id is None else str(self.session_id),
-            priority=self.priority,
-            **prompt,
-        )
-
-    def sampling(
+    def generation(
         self,
+        session_header: str | None,
         max_tokens: int | None,
         structured: StructuredOutput | None,
-        num_top_logprobs: int,
         *,
+        num_top_logprobs: int = 0,
         shows_logprobs: bool = False,
-    ) -> SamplingParams:
-        """The sampling parameters; the context bounds a missing ``max_tokens``. ``ApiError`` names a field that is not served."""
+        **prompt: Any,
+    ) -> GenerationRequest:
+        """A request for ``prompt``, the fields of ``GenerationRequest`` about messages, tools and lengths.
+
+        The context bounds a missing ``max_tokens``. ``ApiError`` names a field that is not served.
+        """
         refuse_unserved(self.model_extra or {})
         if self.min_tokens > (max_tokens or UNBOUNDED):
             raise refused("min_tokens", f"must be <= max_tokens, got {self.min_tokens} > {max_tokens}")
-        return SamplingParams(
+        sampling = SamplingParams(
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
             max_tokens=max_tokens or UNBOUNDED,
             top_k=max(self.top_k, 0),
@@ -191,6 +186,13 @@ class SamplingFields(Body):
             structured=self._structured(structured),
             num_top_logprobs=num_top_logprobs,
             reports_logprobs=shows_logprobs or num_top_logprobs > 0 or self.return_token_ids,
+        )
+        return GenerationRequest(
+            sampling=sampling,
+            bad_words=tuple(self.bad_words),
+            session_label=session_header if self.session_id is None else str(self.session_id),
+            priority=self.priority,
+            **prompt,
         )
 
     def _structured(self, of_format: StructuredOutput | None) -> StructuredOutput | None:
