@@ -6,14 +6,18 @@ Does not know harnesses, sessions or tokens.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_async.generators.gym.environment import Environment, EnvironmentCalls, EnvironmentFactory, finite_reward
+from skyrl_async.generators.gym.environment import (
+    CallThreads,
+    Environment,
+    EnvironmentCalls,
+    EnvironmentFactory,
+    finite_reward,
+)
 from skyrl_async.types import Message, Prompt
 
 
@@ -64,19 +68,18 @@ RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
 
 @dataclass(frozen=True, slots=True)
 class FunctionReward:
-    """Calls a function; ``slots`` bounds the plain functions that run concurrently in ``executor``."""
+    """Calls a function; plain functions run in ``threads``."""
 
     function: RewardFunction
-    executor: Executor
-    slots: AbstractAsyncContextManager[Any]
+    threads: CallThreads
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises the function's error, and ``GenerationError`` if it returns no finite number."""
         if inspect.iscoroutinefunction(self.function):
             found: Any = self.function(prompt, episode)
         else:
-            async with self.slots:
-                found = await asyncio.wrap_future(self.executor.submit(self.function, prompt, episode))
+            async with self.threads.slots:
+                found = await asyncio.wrap_future(self.threads.executor.submit(self.function, prompt, episode))
         if inspect.isawaitable(found):
             found = await found
         return EpisodeReward(reward=finite_reward(found, "generator.reward"))
@@ -92,10 +95,8 @@ class EnvironmentReward:
     """
 
     make_environment: EnvironmentFactory
-    executor: Executor
-    """Runs environments that block."""
-    slots: AbstractAsyncContextManager[Any]
-    """Bounds their concurrent calls."""
+    threads: CallThreads
+    """Run environments that block."""
     max_turns: int
     """Most texts passed, >= 1, whatever the environment's own limit."""
 
@@ -103,7 +104,7 @@ class EnvironmentReward:
         """Raises the environment's error, and ``GenerationError`` if it breaks the protocol."""
         limit = min(int(prompt.extras.get("max_turns") or self.max_turns), self.max_turns)
         environment = self.make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
-        calls = EnvironmentCalls(environment, self.executor, self.slots)
+        calls = EnvironmentCalls(environment, self.threads)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             reward = 0.0

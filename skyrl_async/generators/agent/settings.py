@@ -3,7 +3,6 @@
 Raises ``ConfigError`` with the key, the value found and what to change.
 """
 
-import asyncio
 import inspect
 import os
 import re
@@ -22,12 +21,10 @@ from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import FunctionHarness, Harness
 from skyrl_async.generators.agent.reward import EnvironmentReward, FunctionReward, RewardSource
 from skyrl_async.generators.agent.sessions import SessionPool
-from skyrl_async.generators.gym.environment import EnvironmentFactory
+from skyrl_async.generators.gym.environment import CallThreads, EnvironmentFactory
 from skyrl_async.registries import import_function
-from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Deadlines
 
-_MAX_REWARD_CALLS = 32
 _CHECK_TIMEOUT_S = 10.0
 _PYTHON = r"(?:[\w./@%+:,-]*/)?(?:python|pypy)[\d.]*\s+(?:-[bBdEiIOPqsSuvx]+\s+)*"
 _SCRIPT = re.compile(
@@ -87,12 +84,12 @@ def make_agent_generator(
         harness = CommandHarness(settings.command, run_dir=run_dir)
     else:
         harness = FunctionHarness(_harness_function(str(settings.entrypoint)))
-    reward_threads, slots = DaemonThreads("reward"), asyncio.Semaphore(_MAX_REWARD_CALLS)
+    threads = CallThreads("reward")
     reward_source: RewardSource
     if settings.reward is not None:
-        reward_source = FunctionReward(import_function("generator.reward", settings.reward), reward_threads, slots)
+        reward_source = FunctionReward(import_function("generator.reward", settings.reward), threads)
     else:
-        reward_source = EnvironmentReward(make_environment, reward_threads, slots, max_turns=settings.max_turns)
+        reward_source = EnvironmentReward(make_environment, threads, max_turns=settings.max_turns)
     return AgentGenerator(
         SessionPool(urls, controller_key, outages=deadlines.outages, outage_timeout_s=outage_timeout_s),
         harness,

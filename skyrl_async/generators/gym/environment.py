@@ -4,16 +4,16 @@ Flows in: an environment and what is said to it. Flows out: its answers, checked
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from skyrl_async.errors import GenerationError
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import Message
 
@@ -87,21 +87,22 @@ class StepOutcome:
     """Of the environment after it, as JSON text; None where it takes none or the episode is over."""
 
 
+class CallThreads:
+    """Threads for calls that may block. ``slots`` bounds the calls that run at once; one that nobody waits for any more needs none."""
+
+    def __init__(self, name: str, max_calls: int = 32) -> None:
+        self.executor = DaemonThreads(name)
+        self.slots = asyncio.Semaphore(max_calls)
+
+
 class EnvironmentCalls:
     """One environment's calls, kept off the event loop unless it is fast, and closed exactly once."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        executor: concurrent.futures.Executor,
-        slots: contextlib.AbstractAsyncContextManager[Any],
-    ) -> None:
-        """``slots`` bounds the calls that run at once; one that nobody waits for any more needs none."""
+    def __init__(self, environment: Environment, threads: CallThreads) -> None:
         self._environment = environment
-        self._executor = executor
-        self._slots = slots
+        self._threads = threads
         self._is_fast = bool(getattr(environment, "is_fast", False))
-        self._in_flight: concurrent.futures.Future[Any] | None = None
+        self._in_flight: Future[Any] | None = None
 
     async def init(self, messages: list[Message]) -> tuple[list[Message], str | None]:
         """The first messages for the policy, and the environment's snapshot."""
@@ -159,7 +160,7 @@ class EnvironmentCalls:
         elif self._in_flight is not None and not self._in_flight.done():
             self._in_flight.add_done_callback(lambda _: self._close())
         else:
-            self._executor.submit(self._close)
+            self._threads.executor.submit(self._close)
 
     def _close(self) -> None:
         try:
@@ -170,6 +171,6 @@ class EnvironmentCalls:
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         if self._is_fast:
             return method(*args)
-        async with self._slots:
-            self._in_flight = self._executor.submit(method, *args)
+        async with self._threads.slots:
+            self._in_flight = self._threads.executor.submit(method, *args)
             return await asyncio.wrap_future(self._in_flight)

@@ -4,7 +4,6 @@ Flows in: group requests, environments, sampled turns. Flows out: trajectories w
 sampled, with the environment's tokens masked. ``GymGenerator`` samples turns in process; ``skyrl_gym_http`` does it over HTTP.
 """
 
-import asyncio
 import hashlib
 import logging
 from abc import ABC, abstractmethod
@@ -13,12 +12,11 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import GenerationError, PromptTooLongError
-from skyrl_async.generators.gym.environment import EnvironmentCalls, EnvironmentFactory
+from skyrl_async.generators.gym.environment import CallThreads, EnvironmentCalls, EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import EpisodeState, Turn, TurnRequest
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.group_state import SampleState
 from skyrl_async.rollout.sampler import Sampler, record_tokens
-from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import FinishReason, Trajectory
 
@@ -26,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = -1
 """In place of a turn, the number of a sample's environment among its seeds."""
-_MAX_ENVIRONMENT_CALLS = 32
-"""Environment calls running at once; fast environments need none."""
 
 
 class EpisodeGenerator(ABC):
@@ -49,8 +45,7 @@ class EpisodeGenerator(ABC):
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._max_trajectory_tokens = max_trajectory_tokens
-        self._executor = DaemonThreads("environment")
-        self._slots = asyncio.Semaphore(_MAX_ENVIRONMENT_CALLS)
+        self._threads = CallThreads("environment")
         self._has_warned = False
 
     @abstractmethod
@@ -117,7 +112,7 @@ class EpisodeGenerator(ABC):
             **deepcopy(prompt.extras),
             "max_turns": self._max_turns if most is None else min(int(most), self._max_turns),
         }
-        return EnvironmentCalls(self._make_environment(prompt.env_class, extras), self._executor, self._slots)
+        return EnvironmentCalls(self._make_environment(prompt.env_class, extras), self._threads)
 
     async def _take_turns(
         self, request: GroupRequest, sample_index: int, calls: EnvironmentCalls, state: EpisodeState

@@ -11,7 +11,6 @@ import select
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +27,9 @@ from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, Age
 from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentReward, FunctionReward, RewardFunction
 from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.agent.settings import make_agent_generator
+from skyrl_async.generators.gym.environment import CallThreads
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
-from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Prompt, SamplingParams, Trajectory
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, stand_in
@@ -126,13 +125,11 @@ async def agents(
     reward: RewardFunction | None = None,
     **settings: Any,
 ) -> AsyncIterator[AgentGenerator]:
-    executor, slots = DaemonThreads("reward"), asyncio.Semaphore(4)
+    threads = CallThreads("reward", 4)
     generator = AgentGenerator(
         endpoint if isinstance(endpoint, SessionPool) else SessionPool([endpoint.root], CONTROLLER_KEY),
         FunctionHarness(function),
-        FunctionReward(reward, executor, slots)
-        if reward
-        else EnvironmentReward(make_environment, executor, slots, max_turns=8),
+        FunctionReward(reward, threads) if reward else EnvironmentReward(make_environment, threads, max_turns=8),
         **{"agent_timeout_s": PATIENCE_S, **settings},
     )
     try:
@@ -447,9 +444,8 @@ async def test_an_environment_of_several_turns_is_told_each_text_until_it_is_don
         num_turns=1,
         is_truncated=False,
     )
-    with ThreadPoolExecutor(1) as executor:
-        source = EnvironmentReward(make_environment, executor, asyncio.Semaphore(1), max_turns=8)
-        earned = await source.reward_of(prompt, episode)
+    source = EnvironmentReward(make_environment, CallThreads("reward", 1), max_turns=8)
+    earned = await source.reward_of(prompt, episode)
     assert earned.reward == pytest.approx(reward)
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
+from skyrl_async.generators.gym.environment import CallThreads
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
 from skyrl_async.rollout.failed_samples import RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
@@ -592,7 +593,7 @@ async def test_a_reward_function_that_never_returns_takes_no_place_from_others()
         assert prompt.uid != "hangs" or released.wait(PATIENCE_S)
         return 1.0
 
-    judge = FunctionReward(reward, DaemonThreads("reward"), asyncio.Semaphore(1))
+    judge = FunctionReward(reward, CallThreads("reward", 1))
     episode = AgentEpisode(messages=(), last_text=None, output="", working_dir=Path(), num_turns=1, is_truncated=False)
     try:
         with pytest.raises(TimeoutError):

@@ -58,7 +58,7 @@ class VirtualThreads(Executor):
 
 @pytest.fixture(autouse=True)
 def virtual_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_async.generators.gym.generator.DaemonThreads", VirtualThreads)
+    monkeypatch.setattr("skyrl_async.generators.gym.environment.DaemonThreads", VirtualThreads)
 
 
 def gym(client: InferenceEngineClient) -> GymGenerator:
