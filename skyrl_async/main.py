@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -210,9 +210,9 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(self.interruption.attached())
             console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
-            tracker = stack.enter_context(Tracker([*self._sinks(), console]))
+            tracker = stack.enter_context(closing(Tracker([*self._sinks(), console])))
             trace_path = free_path(self.run_dir / "trace.json") if config.logging.trace else None
-            trace = stack.enter_context(Trace(trace_path, time.monotonic))
+            trace = stack.enter_context(closing(Trace(trace_path, time.monotonic)))
             callbacks = self._callbacks(tracker, console, stack)
             console.message(f"run directory: {self.run_dir}")
             async with started_parts(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from skyrl_async.metrics.tracker import RecordFile
 from skyrl_async.runtime.stages import OnLeft, StageState
@@ -49,7 +49,7 @@ class _Lane:
 
 
 class Trace:
-    """Writes a trace; a context manager. ``process/thread`` as track name groups threads under a process."""
+    """Writes a trace, until it is closed. ``process/thread`` as track name groups threads under a process."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
         """Begin the file; with ``path=None`` only know the open spans. ``clock`` returns seconds."""
@@ -97,12 +97,6 @@ class Trace:
             self._file.append("\n]\n" if self._num_events else "[]\n")
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
     def _lane_for(self, span: _Span) -> _Lane:
         """Return the lane of the nearest enclosing span of its track, if that is the innermost there; else the uppermost free lane."""

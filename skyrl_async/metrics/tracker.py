@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from skyrl_async.errors import CheckpointError
 from skyrl_async.types import Group, Trajectory
@@ -196,12 +196,6 @@ class Tracker:
         for sink in self._sinks:
             with _failures_logged(sink, "its last lines"):
                 sink.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
 
 @contextlib.contextmanager

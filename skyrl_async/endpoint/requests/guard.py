@@ -28,7 +28,7 @@ from skyrl_async.endpoint.requests.errors import ApiError, invalid_body
 from skyrl_async.endpoint.requests.json_text import TooManyValuesError, parse_stepwise
 from skyrl_async.endpoint.requests.long_work import LARGE_BODY, LONG_BODY, LongWork
 from skyrl_async.endpoint.sessions.session import Session
-from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of
+from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of, key_digest
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -58,8 +58,8 @@ class KeyGuard:
         self, app: ASGIApp, api_keys: Sequence[str], controller_keys: Sequence[str], sessions: SessionStore
     ) -> None:
         self._app = app
-        self._run_digests = tuple(_digest(key) for key in api_keys)
-        self._controller_digests = tuple(_digest(key) for key in controller_keys)
+        self._run_digests = tuple(key_digest(key) for key in api_keys)
+        self._controller_digests = tuple(key_digest(key) for key in controller_keys)
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ class KeyGuard:
         if session is not None:
             return session, False
         if self._run_digests or self._controller_digests:
-            presented = _digest(key or "")
+            presented = key_digest(key or "")
             is_controller = [hmac.compare_digest(presented, digest) for digest in self._controller_digests]
             is_run = [hmac.compare_digest(presented, digest) for digest in self._run_digests]
             if key is not None and any(is_controller + is_run):
@@ -105,10 +105,6 @@ def presented_key(headers: Headers) -> str | None:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return headers.get("x-api-key")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 class BodyLimit:

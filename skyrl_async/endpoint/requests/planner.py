@@ -8,13 +8,13 @@ Does not know wire formats, HTTP or engines.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from skyrl_async.config.schema.server import ReasoningPolicy
 from skyrl_async.endpoint.parsing.output_parser import forced_call
 from skyrl_async.endpoint.requests.fields import known_ids, refuse_inexact, refused, refused_values
 from skyrl_async.endpoint.requests.generation import GenerationContext, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, LongWork, text_length
-from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.tree import Match
 from skyrl_async.errors import PromptTooLongError
 
@@ -99,29 +99,19 @@ class Planner:
             if not prompt:
                 raise refused("prompt", "must hold at least one token, got none")
             return prompt, nothing
+        render = partial(self._renderer.render, request.messages, tools=request.tools, limit=limit)
+        render_next = partial(self._renderer.render_next, request.messages, tools=request.tools, limit=limit)
         with refused_values("messages"):
             if request.prefix_token_ids is not None:
-                known = self._known(request.prefix_token_ids, "prefix_token_ids")
-                return self._renderer.render_next(request.messages, known, tools=request.tools, limit=limit), nothing
+                return render_next(self._known(request.prefix_token_ids, "prefix_token_ids")), nothing
             if self._session is None:
-                return self._renderer.render(request.messages, tools=request.tools, limit=limit), nothing
-            return self._session_prompt(request, self._session, limit)
-
-    def _session_prompt(
-        self, request: GenerationRequest, session: Session, limit: int
-    ) -> tuple[tuple[int, ...], Match]:
-        match = session.tree.match(request.messages, tools=request.tools)
-        turn = match.turn
-        if turn is None:
-            return self._renderer.render(request.messages, tools=request.tools, limit=limit), match
-        if self._reasoning_policy is ReasoningPolicy.keep:
-            prompt = self._renderer.render_next(
-                request.messages, turn.token_ids, num_covered=match.num_messages, tools=request.tools, limit=limit
-            )
-            return prompt, match
-        rendered = self._renderer.render(request.messages, tools=request.tools, limit=limit)
-        extends = rendered[: len(turn.token_ids)] == turn.token_ids
-        return rendered, match if extends else Match(turn=None, num_messages=0)
+                return render(), nothing
+            match = self._session.tree.match(request.messages, tools=request.tools)
+            known = () if match.turn is None else match.turn.token_ids
+            if known and self._reasoning_policy is ReasoningPolicy.keep:
+                return render_next(known, num_covered=match.num_messages), match
+            rendered = render()
+            return rendered, match if rendered[: len(known)] == known else nothing
 
     def _known(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
         return known_ids(token_ids, self._renderer.vocab_size, param=param)

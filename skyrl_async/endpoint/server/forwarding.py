@@ -83,11 +83,9 @@ class Forwarding:
         request = self._client.build_request(scope["method"], url, headers=headers, content=body)
         try:
             answer = await self._client.send(request, stream=True)
-        except httpx.TransportError as error:
-            refusal = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
-            await refusal.response_for(scope["path"])(scope, _receive_nothing, send)
-            return
-        except ApiError as refusal:
+        except (httpx.TransportError, ApiError) as error:
+            down = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
+            refusal = error if isinstance(error, ApiError) else down
             await refusal.response_for(scope["path"])(scope, _receive_nothing, send)
             return
         try:

@@ -66,14 +66,14 @@ class SessionStore:
             label=label,
         )
         self._sessions[session_id] = session
-        self._digests[session_id] = _digest(key)
+        self._digests[session_id] = key_digest(key)
         self._totals["created"] += 1
         return session, key
 
     def authenticate(self, key: str) -> Session | None:
         """The session of a key, closed ones included (they refuse requests with a reason); None for any other key. Constant time."""
         session_id = key[len(self._key_start) + 1 :].partition("-")[0]
-        is_right = compare_digest(_digest(key), self._digests.get(session_id, _NO_DIGEST))
+        is_right = compare_digest(key_digest(key), self._digests.get(session_id, _NO_DIGEST))
         return self._sessions.get(session_id) if is_right else None
 
     def get(self, session_id: str) -> Session:
@@ -148,5 +148,6 @@ def front_end_of(key: str) -> int | None:
     return int(parts[1]) if is_key else None
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """What is kept of a key."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_lines_of_one_step_are_read_as_one_row(tmp_path: Path) -> None:
 
 
 def test_a_tracker_hands_values_to_every_sink_and_closes_them(tmp_path: Path) -> None:
-    with Tracker([MetricsLog(tmp_path / name) for name in ("a", "b")]) as tracker:
+    with closing(Tracker([MetricsLog(tmp_path / name) for name in ("a", "b")])) as tracker:
         tracker.log(1, {"reward/mean": 1.0})
     assert [len(read_rows(tmp_path / name)) for name in ("a", "b")] == [1, 1]
 
@@ -152,7 +153,7 @@ def spans(path: Path) -> list[dict[str, Any]]:
 
 def test_a_trace_is_a_json_array_with_named_processes_and_threads(tmp_path: Path) -> None:
     clock = Clock()
-    with Trace(tmp_path / "trace.json", clock) as trace:
+    with closing(Trace(tmp_path / "trace.json", clock)) as trace:
         with trace.span("train", "trainer", step=1) as args:
             clock.now += 0.25
             args["num_tokens"] = 7
@@ -173,7 +174,7 @@ def test_a_trace_is_a_json_array_with_named_processes_and_threads(tmp_path: Path
 
 def test_a_span_inside_another_shares_its_row_and_lies_within_it(tmp_path: Path) -> None:
     clock = Clock()
-    with Trace(tmp_path / "trace.json", clock) as trace, trace.span("outer", "publish"):
+    with closing(Trace(tmp_path / "trace.json", clock)) as trace, trace.span("outer", "publish"):
         clock.now += 1
         with trace.span("inner", "publish"):
             clock.now += 1

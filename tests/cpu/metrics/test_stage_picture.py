@@ -1,5 +1,6 @@
 """The picture of a run's stages, from its trace."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def trace_path(tmp_path: Path) -> Path:
     """Of a stage that waits 2 s, works on p1 for 3 s, and waits for output for 1 s."""
     now = [10.0]
     path = tmp_path / "trace.json"
-    with Trace(path, lambda: now[0]) as trace:
+    with closing(Trace(path, lambda: now[0])) as trace:
         stage = StageBoard(lambda: now[0], on_left=trace_stages(trace)).stage("train")
         with stage.lane() as lane:
             lane.wait_for_input()
