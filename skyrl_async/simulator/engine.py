@@ -11,7 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from skyrl_async.errors import EngineDeadError, PublishError
 from skyrl_async.inference.protocol import pause_then_load
@@ -124,47 +124,40 @@ class _SharedSpeed:
         self._set_timer()
 
 
+@dataclass(eq=False)
 class ModelledEngine:
     """An ``InferenceEngine`` in virtual time: token i of a generation is ``i % 100``, of log-prob -1.
 
     Its requests each run at ``tokens_per_second / (1 + n / half_speed_requests)`` with n running, as measured on real ones.
-
-    Args:
-        name: of the engine.
-        num_tokens_of: prompt token ids -> tokens of the whole answer; the end of the prompt's first tokens identifies it.
-        tokens_per_second: of a request alone in the engine.
-        half_speed_requests: requests at which each runs at half of that.
-        stage_seconds: duration of ``stage_weights``.
-        load_seconds: duration of ``load_weights``.
-        block_tokens: of a stream; the larger, the faster is the simulation.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_tokens_of: Callable[[tuple[int, ...], int | None], int],
-        tokens_per_second: float = 100.0,
-        half_speed_requests: float = 170.0,
-        stage_seconds: float = 0.0,
-        load_seconds: float = 0.0,
-        block_tokens: int = 16,
-    ) -> None:
-        self.name = name
+    name: str
+    _: KW_ONLY
+    num_tokens_of: Callable[[tuple[int, ...], int | None], int]
+    """Prompt token ids, seed -> tokens of the whole answer. What a request continues is no part of its prompt."""
+    tokens_per_second: float = 100.0
+    """Speed of a request alone in the engine."""
+    half_speed_requests: float = 170.0
+    """Requests at which each runs at half of that."""
+    stage_seconds: float = 0.0
+    """Duration of ``stage_weights``."""
+    load_seconds: float = 0.0
+    """Duration of ``load_weights``."""
+    block_tokens: int = 16
+    """Tokens per block of a stream; the larger, the faster is the simulation."""
+    num_sampled_tokens: int = field(default=0, init=False)
+    """Sampled tokens of all calls that have ended."""
+    fails_next_load: type[Exception] | None = field(default=None, init=False)
+    """``PublishError`` refuses the next load; any other error kills the engine in it."""
+
+    def __post_init__(self) -> None:
         self.max_model_len = 1 << 30
-        self._num_tokens_of = num_tokens_of
-        self._stage_seconds = stage_seconds
-        self._load_seconds = load_seconds
-        self._block_tokens = block_tokens
-        self._shared = _SharedSpeed(tokens_per_second, half_speed_requests)
+        self._shared = _SharedSpeed(self.tokens_per_second, self.half_speed_requests)
         self._calls: dict[_Call, None] = {}
-        self.num_sampled_tokens = 0
-        """Sampled tokens of all calls that have ended."""
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
         self._is_dead = False
-        self.fails_next_load: type[Exception] | None = None
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample all, or up to an aborting pause."""
@@ -180,7 +173,7 @@ class ModelledEngine:
         try:
             block = None
             while block is None or block.finish_reason is None:
-                block = await self._sampled(call, min(call.num_taken + self._block_tokens, call.num_tokens))
+                block = await self._sampled(call, min(call.num_taken + self.block_tokens, call.num_tokens))
                 yield block
         finally:
             self._end(call)
@@ -206,7 +199,7 @@ class ModelledEngine:
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Take the stage's time."""
         self._check_alive()
-        await asyncio.sleep(self._stage_seconds)
+        await asyncio.sleep(self.stage_seconds)
         self._check_alive()
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -216,7 +209,7 @@ class ModelledEngine:
         if failure is PublishError or not self._shared.is_paused:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
-        await asyncio.sleep(self._load_seconds)
+        await asyncio.sleep(self.load_seconds)
         if failure is not None:
             self.kill()
         self._check_alive()
@@ -268,7 +261,7 @@ class ModelledEngine:
     def _begin(self, request: EngineRequest) -> _Call:
         self._check_alive()
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
-        num_left = self._num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
+        num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
         self._shared.add_calls(1)

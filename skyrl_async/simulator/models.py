@@ -6,7 +6,7 @@ For tests of the real loop, and for planning capacity; the modelled engine is in
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyrl_async.generators.gym.episode_state import EpisodeState
@@ -18,30 +18,21 @@ from skyrl_async.types import FinishReason, LogprobModel, RowLogprobs, Trajector
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelledPolicy:
-    """A ``Policy`` in virtual time; remembers what it was given.
+    """A ``Policy`` in virtual time; remembers what it was given."""
 
-    Args:
-        seconds_per_token: of forward and backward.
-        step_seconds: of the optimizer step.
-        gather_seconds: of the copy that a publish begins with; nothing is trained meanwhile.
-        send_seconds: of sending that copy, beside training.
-    """
-
-    def __init__(
-        self,
-        *,
-        seconds_per_token: float = 0.0,
-        step_seconds: float = 0.0,
-        gather_seconds: float = 0.0,
-        send_seconds: float = 0.0,
-    ) -> None:
-        self._seconds_per_token = seconds_per_token
-        self._step_seconds = step_seconds
-        self._gather_seconds = gather_seconds
-        self._send_seconds = send_seconds
-        self.steps: list[list[tuple[Trajectory, ...]]] = [[]]
-        self.num_restarts = 0
+    seconds_per_token: float = 0.0
+    """Forward and backward."""
+    step_seconds: float = 0.0
+    """The optimizer step."""
+    gather_seconds: float = 0.0
+    """The copy that a publish begins with; nothing is trained meanwhile."""
+    send_seconds: float = 0.0
+    """Sending that copy, beside training."""
+    steps: list[list[tuple[Trajectory, ...]]] = field(default_factory=lambda: [[]], init=False)
+    """Rows of each step, the one that is accumulated last."""
+    num_restarts: int = field(default=0, init=False)
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
@@ -49,13 +40,13 @@ class ModelledPolicy:
         """Take time in proportion to the responses' tokens, also where they are masked: what follows them needs them."""
         trained = [(len(t.response_token_ids), num) for t in trajectories if (num := t.num_sampled_tokens)]
         num_tokens = sum(num for _, num in trained)
-        await asyncio.sleep(sum(length for length, _ in trained) * self._seconds_per_token)
+        await asyncio.sleep(sum(length for length, _ in trained) * self.seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(num_tokens), "loss_sum": 0.0}
 
     async def step(self, denominator: float) -> dict[str, float]:
         """Take the step's time."""
-        await asyncio.sleep(self._step_seconds)
+        await asyncio.sleep(self.step_seconds)
         self.steps.append([])
         return {"grad_norm": 1.0, "lr": 1.0}
 
@@ -66,18 +57,18 @@ class ModelledPolicy:
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """The same, in a third of the time of forward and backward."""
         num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        await asyncio.sleep(num_tokens * self._seconds_per_token / 3)
+        await asyncio.sleep(num_tokens * self.seconds_per_token / 3)
         values = tuple(tuple(-float(is_sampled) for is_sampled in t.loss_mask) for t in trajectories)
         return RowLogprobs(values=values, version=0 if model is LogprobModel.REF else len(self.steps) - 1)
 
     async def gather_weights(self, version: int) -> int:
         """Take the gather's time; there are no tensors."""
-        await asyncio.sleep(self._gather_seconds)
+        await asyncio.sleep(self.gather_seconds)
         return 0
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """An update without tensors."""
-        await asyncio.sleep(self._send_seconds)
+        await asyncio.sleep(self.send_seconds)
         return WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
 
     async def save(self, directory: Path) -> None:

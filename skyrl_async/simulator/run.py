@@ -206,7 +206,11 @@ def build_simulation(
     loop = asyncio.get_running_loop()
     trace = trace or Trace(None, loop.time)
     config = _config(settings, max_checkpoints_to_keep)
-    engines = [_engine(settings, f"engine-{i}") for i in range(settings.num_engines)]
+    length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
+    engines = [
+        from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length)
+        for i in range(settings.num_engines)
+    ]
     client = InferenceEngineClient(
         [engine_around(engine) for engine in engines],
         tokenizer=_NoText(),
@@ -214,12 +218,7 @@ def build_simulation(
         engine_wait_s=settings.engine_wait_s,
         placement=placement(config),
     )
-    policy = ModelledPolicy(
-        seconds_per_token=settings.seconds_per_token,
-        step_seconds=settings.step_seconds,
-        gather_seconds=settings.gather_seconds,
-        send_seconds=settings.send_seconds,
-    )
+    policy = from_section(ModelledPolicy, settings)
     groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
     time_sharing = None
     if GENERATE in groups:
@@ -277,18 +276,6 @@ def build_simulation(
         device_groups=groups,
         engine_time_sharing=time_sharing,
         logged=logged,
-    )
-
-
-def _engine(settings: SimulationSettings, name: str) -> ModelledEngine:
-    return ModelledEngine(
-        name,
-        num_tokens_of=lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean),
-        tokens_per_second=settings.tokens_per_second,
-        half_speed_requests=settings.half_speed_requests,
-        stage_seconds=settings.stage_seconds,
-        load_seconds=settings.load_seconds,
-        block_tokens=settings.block_tokens,
     )
 
 

@@ -89,7 +89,7 @@ class Setting:
 
     def _new_engine(self, name: str) -> FaultyEngine:
         model = self.simulation.engines[0]
-        return FaultyEngine(ModelledEngine(name, num_tokens_of=model._num_tokens_of, load_seconds=0.25))
+        return FaultyEngine(ModelledEngine(name, num_tokens_of=model.num_tokens_of, load_seconds=0.25))
 
     async def _start(self, name: str) -> InferenceEngine:
         self.starts.append((asyncio.get_running_loop().time(), name))

@@ -114,7 +114,7 @@ class OneCallEngine(ModelledEngine):
     """Goes on with what a weight update aborts by itself, as engines in processes of their own do, and hands over all in the end."""
 
     def __init__(self, engine: ModelledEngine) -> None:
-        super().__init__(engine.name, num_tokens_of=engine._num_tokens_of, load_seconds=engine._load_seconds)
+        super().__init__(engine.name, num_tokens_of=engine.num_tokens_of, load_seconds=engine.load_seconds)
         self._open: dict[str, GenerationState] = {}
 
     async def generate(self, request: EngineRequest) -> EngineOutput:

@@ -144,9 +144,9 @@ class OneIsLong(ModelledEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        length = self._num_tokens_of
+        length = self.num_tokens_of
         straggler = tuple(ord(c) for c in STRAGGLER)
-        self._num_tokens_of = lambda prompt, seed: 1500 if prompt == straggler else length(prompt, seed)
+        self.num_tokens_of = lambda prompt, seed: 1500 if prompt == straggler else length(prompt, seed)
 
 
 def run_with_straggler(monkeypatch: pytest.MonkeyPatch, settings: SimulationSettings, **parts: Any) -> Simulation:

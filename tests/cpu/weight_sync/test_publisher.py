@@ -713,7 +713,7 @@ def test_a_publish_cancelled_while_engines_load_elsewhere_leaves_all_of_them_on_
         setting = Setting(2, Buckets(), make=Remote, directory=directory, double_buffer=double_buffer, wait_s=None)
         publisher = setting.publisher
         await publisher.publish(1)
-        setting.engines[0]._load_seconds = 0.1
+        setting.engines[0].load_seconds = 0.1
         publishing = asyncio.ensure_future(publisher.publish(2))
         await asyncio.sleep(at)
         publishing.cancel()
@@ -739,7 +739,7 @@ def test_an_engine_that_keeps_a_cancellation_waiting_is_closed() -> None:
     async def main() -> None:
         setting = Setting(2, make=Remote)
         await setting.publisher.publish(0)
-        setting.engines[0]._load_seconds = 1000.0
+        setting.engines[0].load_seconds = 1000.0
         publishing = asyncio.ensure_future(setting.publisher.publish(1))
         await asyncio.sleep(10.0)
         publishing.cancel()
