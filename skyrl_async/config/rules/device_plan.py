@@ -48,7 +48,7 @@ class StageSize:
     """The actors that a stage has of its own."""
 
     num_actors: int
-    """>= 1."""
+    """>= 1 in a plan."""
     num_key: str
     """The key that says so."""
     devices_per_actor: int = 1

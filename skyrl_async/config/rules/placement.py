@@ -19,31 +19,26 @@ BROADCASTS = (WeightTransfer.gloo, WeightTransfer.nccl)
 _RESERVED_PER_ACTOR = ("num_cpus_per_engine", "num_gpus_per_engine", "num_cpus_per_worker", "num_gpus_per_worker")
 
 
-def needed_stages(config: Config) -> frozenset[str]:
-    """The stages that a run of this configuration has."""
-    return frozenset({"policy", "generate", *_own_logprob_workers(config)})
-
-
 def stage_sizes(config: Config) -> Mapping[str, StageSize]:
     """The stages with actors of their own."""
-    sizes = {"policy": StageSize(num_actors=config.training.num_workers, num_key="training.num_workers")}
-    for stage, num_actors in _own_logprob_workers(config).items():
-        sizes[stage] = StageSize(num_actors=num_actors, num_key=f"training.num_{stage}_workers")
-    if config.engine.backend is EngineBackend.deterministic:  # in the driver's process
-        return sizes
-    sizes["generate"] = StageSize(
-        num_actors=config.engine.num_engines,
-        num_key="engine.num_engines",
-        devices_per_actor=config.engine.tensor_parallel_size,
-        per_actor_key="engine.tensor_parallel_size",
-    )
-    return sizes
+    training, engine = config.training, config.engine
+    sizes = {
+        "policy": StageSize(num_actors=training.num_workers, num_key="training.num_workers"),
+        "ref": StageSize(num_actors=training.num_ref_workers, num_key="training.num_ref_workers"),
+        "logp": StageSize(num_actors=training.num_logp_workers, num_key="training.num_logp_workers"),
+        "generate": StageSize(
+            num_actors=engine.num_engines if engine.backend is EngineBackend.vllm else 0,
+            num_key="engine.num_engines",
+            devices_per_actor=engine.tensor_parallel_size,
+            per_actor_key="engine.tensor_parallel_size",
+        ),
+    }
+    return {stage: size for stage, size in sizes.items() if size.num_actors}
 
 
-def _own_logprob_workers(config: Config) -> dict[str, int]:
-    """How many workers ``ref`` and ``logp`` have of their own, where they have any."""
-    numbers = {"ref": config.training.num_ref_workers, "logp": config.training.num_logp_workers}
-    return {stage: number for stage, number in numbers.items() if number}
+def needed_stages(config: Config) -> frozenset[str]:
+    """The stages that a run of this configuration has."""
+    return frozenset({"generate", *stage_sizes(config)})
 
 
 def _on_policy_workers(config: Config) -> list[str]:
@@ -53,7 +48,7 @@ def _on_policy_workers(config: Config) -> list[str]:
         "ref": algorithm.uses_reference,
         "logp": POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs,
     }
-    return [stage for stage, is_asked in asked.items() if is_asked and stage not in _own_logprob_workers(config)]
+    return [stage for stage, is_asked in asked.items() if is_asked and stage not in stage_sizes(config)]
 
 
 def device_plan(config: Config, num_available: int) -> DevicePlan | None:
