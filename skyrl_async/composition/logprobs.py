@@ -5,18 +5,14 @@ finished group ──> ref_logp ──> logp ──> the buffer            refer
          published versions ─────┘
 """
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
-from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.ray_cluster import ActorResources, ReservedDevices, worker_resources
-from skyrl_async.composition.time_sharing import lease_of, on_leased_devices
+from skyrl_async.composition.time_sharing import on_leased_devices
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.notices import advice, idle_settings
@@ -29,14 +25,13 @@ from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup
-from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
-from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobStageWork, LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import LogprobModel
 
 if TYPE_CHECKING:
-    from skyrl_async.training.workers.policy_workers import PolicyWorkers
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -74,64 +69,6 @@ def reference_path(config: Config) -> str | None:
     """Return the directory of the reference; None: the policy that training begins with."""
     path = config.trainer.ref.path
     return None if path is None else str(Path(path).expanduser())
-
-
-async def start_logprob_workers(
-    config: Config,
-    stack: contextlib.AsyncExitStack,
-    files: PolicyFiles,
-    initial: Path,
-    reserved: ReservedDevices | None,
-    device_groups: Mapping[str, DeviceGroup],
-) -> LogprobParts:
-    """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side; ended with ``stack``.
-
-    They lease devices that they share, by ``device_groups``.
-    """
-
-    async def started(name: str, num_workers: int, path: str | None) -> LogprobWorkers | None:
-        if not num_workers:
-            return None
-
-        async def start() -> ForwardWorkers:
-            return await start_workers(
-                config,
-                forward_settings(config, str(initial) if path is None else path),
-                worker_resources(config, reserved, name),
-                num_workers=num_workers,
-                policy_path=files.trained if path is None else None,
-                worker_name=f"{name}-worker",
-                loads_published=name == "logp",
-            )
-
-        lease = lease_of(name, device_groups)
-        workers = await LogprobWorkers(start, max_restarts=config.trainer.max_restarts, device_lease=lease).started()
-        stack.push_async_callback(workers.close)
-        return workers
-
-    training = config.training
-    async with asyncio.TaskGroup() as tasks:
-        ref = tasks.create_task(started("ref", training.num_ref_workers, reference_path(config)), name="ref workers")
-        old = tasks.create_task(started("logp", training.num_logp_workers, None), name="logp workers")
-    return LogprobParts(ref=ref.result(), old=old.result())
-
-
-async def start_workers(
-    config: Config, settings: TrainingSettings, resources: ActorResources, **arguments: Any
-) -> "PolicyWorkers":
-    """Start workers with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``."""
-    from skyrl_async.training.workers.policy_workers import PolicyWorkers
-
-    training = config.training
-    return await PolicyWorkers.start(
-        settings,
-        num_cpus_per_worker=resources.num_cpus,
-        num_gpus_per_worker=resources.num_gpus,
-        scheduling_strategies=resources.strategies,
-        call_timeout_s=training.step_timeout_s,
-        heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
-        **arguments,
-    )
 
 
 def training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:

@@ -1,4 +1,4 @@
-"""The processes of a run: engines, policy workers, endpoint.
+"""The processes of a run: engines, policy workers, workers for log-probs, endpoint.
 
 Does not know what they are used for.
 """
@@ -10,15 +10,16 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.logprobs import start_workers, training_settings
+from skyrl_async.composition.logprobs import LogprobParts, forward_settings, reference_path, training_settings
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
 from skyrl_async.composition.run_directory import write_private
+from skyrl_async.composition.time_sharing import lease_of
 from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.config.rules.devices import engine_device, training_device
-from skyrl_async.config.rules.placement import devices_are_shared
+from skyrl_async.config.rules.placement import devices_are_shared, stage_sizes
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device, from_section
 from skyrl_async.config.schema.run import Config
@@ -29,161 +30,22 @@ from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.front_end_notifier import FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
+from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 
 if TYPE_CHECKING:
     from skyrl_async.endpoint.server.process import EndpointSettings
+    from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
 
 def is_supervised(config: Config) -> bool:
     """Whether engines are processes, which can die and be started anew."""
     return config.engine.backend is EngineBackend.vllm
-
-
-class Engines:
-    """Starts a run's engines, and the fleet that replaces dead ones.
-
-    Args:
-        config: checked.
-        policy_dir: the policy that engines boot from.
-        run_dir: their logs go there.
-        reserved: devices that are reserved for them; None: Ray puts them where it likes.
-    """
-
-    def __init__(self, config: Config, policy_dir: Path, run_dir: Path, reserved: ReservedDevices | None) -> None:
-        self._config = config
-        self._policy_dir = policy_dir
-        self._run_dir = run_dir
-        self._reserved = reserved
-        self._lives = {f"engine-{i}": EngineLife(config.engine) for i in range(config.engine.num_engines)}
-        """A restart while an engine boots counts as one while it serves."""
-
-    async def start(self) -> Sequence[InferenceEngine]:
-        """Boot the engines that the run begins with."""
-        config = self._config
-        if not is_supervised(config):
-            from skyrl_async.inference.engines.deterministic import DeterministicEngine
-
-            rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
-            return [DeterministicEngine("engine-0", self._policy_dir, adapter_rank=rank, max_model_len=longest)]
-        return await self._start_vllm(list(self._lives), self._lives)
-
-    def fleet(
-        self, client: InferenceEngineClient, *, front_ends: Sequence[FrontEndPool], say: Callable[[str], None]
-    ) -> Fleet:
-        """Make what keeps the client's engines alive; new ones load the version that is served."""
-
-        async def start(name: str) -> InferenceEngine:
-            return (await self._start_vllm([name], {}))[0]
-
-        config, lives = self._config.engine, self._lives
-        return Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
-
-    async def _start_vllm(self, names: Sequence[str], lives: Mapping[str, EngineLife]) -> Sequence[InferenceEngine]:
-        from skyrl_async.inference.engines.ray import start_ray_engines
-
-        config, engine = self._config, self._config.engine
-        resources = engine_resources(config, self._reserved, names)
-        device = engine_device(engine)
-        configs = [
-            from_section(
-                VLLMEngineConfig,
-                engine,
-                name=name,
-                policy_dir=str(self._policy_dir),
-                dtype=config.policy.dtype.name,
-                device=device.name,
-                enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
-                trust_remote_code=config.policy.trust_remote_code,
-                adapter_rank=config.policy.lora.served_rank,
-                adapter_targets=config.policy.lora.named_targets,
-                seed=config.trainer.seed,
-            )
-            for name in names
-        ]
-        return await start_ray_engines(
-            configs,
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            scheduling_strategies=resources.strategies,
-            start_timeout_s=engine.start_timeout_s,
-            log_dir=self._run_dir / "logs",
-            lives=lives,
-        )
-
-
-async def start_engines_and_policy(
-    config: Config,
-    stack: contextlib.AsyncExitStack,
-    files: PolicyFiles,
-    initial: Path,
-    engines: Engines,
-    run_dir: Path,
-    num_steps: int,
-    reserved: ReservedDevices | None = None,
-) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
-    """Boot the engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
-
-    On GPUs that they share, the workers load it after the engines have booted: vLLM measures how much GPU memory is left for keys and
-    values, and takes what the workers allocate meanwhile for its own.
-    """
-    are_up = asyncio.Event()
-    if not _share_gpus(config):
-        are_up.set()
-
-    async def trained() -> Path:
-        path = await files.trained()
-        await are_up.wait()
-        return path
-
-    async def start_engines() -> Sequence[InferenceEngine]:
-        started = await engines.start()
-        are_up.set()
-        for engine in started:
-            stack.push_async_callback(engine.close)
-        return started
-
-    async def start_policy() -> RecoveringPolicy:
-        settings = replace(training_settings(config, initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
-        policy = await _start_policy(config, trained, settings, run_dir, reserved)
-        stack.push_async_callback(policy.close)
-        return policy
-
-    async with asyncio.TaskGroup() as tasks:
-        booting = tasks.create_task(start_engines(), name="engines")
-        loading = tasks.create_task(start_policy(), name="policy")
-    return booting.result(), loading.result()
-
-
-def _share_gpus(config: Config) -> bool:
-    devices = {engine_device(config.engine), training_device(config.training)}
-    return devices == {Device.cuda} and devices_are_shared(config)
-
-
-async def _start_policy(
-    config: Config,
-    trained: Callable[[], Awaitable[Path]],
-    settings: TrainingSettings,
-    run_dir: Path,
-    reserved: ReservedDevices | None,
-) -> RecoveringPolicy:
-    """Start policy workers that are replaced when they die."""
-
-    async def start() -> SendingPolicy:
-        resources, num_workers = worker_resources(config, reserved, "policy"), config.training.num_workers
-        return await start_workers(
-            config, settings, resources, num_workers=num_workers, policy_path=trained, publishes=True
-        )
-
-    return await RecoveringPolicy(
-        start,
-        max_restarts=config.trainer.max_restarts,
-        directory=run_dir / "recovery",
-        max_journal_bytes=config.trainer.restart_journal_mb << 20,
-    ).started()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,46 +64,213 @@ class Endpoint:
         return f"{self.urls[0]}/v1"
 
 
-@contextlib.asynccontextmanager
-async def serving_endpoint(
-    config: Config, policy_dir: Path, client: InferenceEngineClient, run_dir: Path, shutdown: ShutdownRequest | None
-) -> AsyncIterator[Endpoint]:
-    """Run the endpoint's processes; their address and keys are in ``endpoint.json`` meanwhile, readable by its owner only.
+@dataclass(eq=False)
+class Processes:
+    """Starts the processes of a run, one kind after another; all end with ``stack``."""
 
-    They sample from the client's engines. Where rollouts need the endpoint, the client's outages learn of a process that is gone. One that
-    stays gone fails the run through ``shutdown``, or raises here where that is None.
-    """
-    from skyrl_async.endpoint.server.front_ends import endpoint_processes
+    config: Config
+    """Checked."""
+    files: PolicyFiles
+    """Directories of the policy."""
+    initial: Path
+    """The policy that training begins with; its weights may be trained later."""
+    run_dir: Path
+    """Gets logs, the endpoint's address, rows of bad steps, and what the workers recover from."""
+    stack: contextlib.AsyncExitStack
+    """Ends them."""
+    reserved: ReservedDevices | None
+    """Devices that are reserved for them; None: Ray puts them where it likes."""
 
-    api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
-    controller_key = f"ck-{secrets.token_urlsafe(24)}"
-    settings = _endpoint_settings(config, policy_dir, client.max_model_len, api_key, controller_key)
-    processes = endpoint_processes(
-        settings,
-        client.engines,
-        outages=client.deadlines.outages if config.generator.needs_endpoint else None,
-        on_failure=shutdown.fail if shutdown is not None else None,
-    )
-    async with processes as front_ends:
-        endpoint = Endpoint(
-            urls=tuple(front_end.url for front_end in front_ends),
-            api_key=api_key,
-            controller_key=controller_key,
-            front_ends=front_ends,
+    def __post_init__(self) -> None:
+        self._served = self.initial
+        self._lives = {f"engine-{i}": EngineLife(self.config.engine) for i in range(self.config.engine.num_engines)}
+        """A restart while an engine boots counts as one while it serves."""
+
+    async def engines_and_policy(self, num_steps: int) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
+        """Boot the engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
+
+        On GPUs that they share, the workers load it after the engines have booted: vLLM measures how much GPU memory is left for keys and
+        values, and takes what the workers allocate meanwhile for its own.
+        """
+        self._served = await self.files.served()
+        are_up = asyncio.Event()
+        if not _share_gpus(self.config):
+            are_up.set()
+
+        async def trained() -> Path:
+            path = await self.files.trained()
+            await are_up.wait()
+            return path
+
+        async def start_engines() -> Sequence[InferenceEngine]:
+            started = await self._start_engines()
+            are_up.set()
+            for engine in started:
+                self.stack.push_async_callback(engine.close)
+            return started
+
+        async with asyncio.TaskGroup() as tasks:
+            booting = tasks.create_task(start_engines(), name="engines")
+            loading = tasks.create_task(self._start_policy(trained, num_steps), name="policy")
+        return booting.result(), loading.result()
+
+    def fleet(
+        self, client: InferenceEngineClient, *, front_ends: Sequence[FrontEndPool], say: Callable[[str], None]
+    ) -> Fleet:
+        """Make what keeps the client's engines alive; new ones load the version that is served."""
+
+        async def start(name: str) -> InferenceEngine:
+            return (await self._start_vllm([name], {}))[0]
+
+        config, lives = self.config.engine, self._lives
+        return Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
+
+    async def logprob_workers(self, device_groups: Mapping[str, DeviceGroup]) -> LogprobParts:
+        """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side.
+
+        They lease devices that they share, by ``device_groups``.
+        """
+        config = self.config
+
+        async def started(stage: str, path: str | None) -> LogprobWorkers | None:
+            if stage not in stage_sizes(config):
+                return None
+
+            async def start() -> ForwardWorkers:
+                return await self._start_workers(
+                    stage,
+                    forward_settings(config, path or str(self.initial)),
+                    policy_path=None if path else self.files.trained,
+                    worker_name=f"{stage}-worker",
+                    loads_published=stage == "logp",
+                )
+
+            lease = lease_of(stage, device_groups)
+            workers = LogprobWorkers(start, max_restarts=config.trainer.max_restarts, device_lease=lease)
+            self.stack.push_async_callback((await workers.started()).close)
+            return workers
+
+        async with asyncio.TaskGroup() as tasks:
+            ref = tasks.create_task(started("ref", reference_path(config)), name="ref workers")
+            old = tasks.create_task(started("logp", None), name="logp workers")
+        return LogprobParts(ref=ref.result(), old=old.result())
+
+    @contextlib.asynccontextmanager
+    async def endpoint(
+        self, client: InferenceEngineClient, shutdown: ShutdownRequest | None
+    ) -> AsyncIterator[Endpoint]:
+        """Run the endpoint's processes; their address and keys are in ``endpoint.json`` meanwhile, readable by its owner only.
+
+        They sample from the client's engines. Where rollouts need the endpoint, the client's outages learn of a process that is gone. One
+        that stays gone fails the run through ``shutdown``, or raises here where that is None.
+        """
+        from skyrl_async.endpoint.server.front_ends import endpoint_processes
+
+        config = self.config
+        api_key = config.server.api_key or f"sk-{secrets.token_urlsafe(24)}"
+        controller_key = f"ck-{secrets.token_urlsafe(24)}"
+        processes = endpoint_processes(
+            _endpoint_settings(config, self.initial, client.max_model_len, api_key, controller_key),
+            client.engines,
+            outages=client.deadlines.outages if config.generator.needs_endpoint else None,
+            on_failure=shutdown.fail if shutdown is not None else None,
         )
-        content = {
-            "base_url": endpoint.base_url,
-            "api_key": api_key,
-            "model": config.server.model_name,
-            "front_ends": endpoint.urls,
-            "controller_key": controller_key,
-        }
-        path = run_dir / "endpoint.json"
-        write_private(path, json.dumps(content))
-        try:
-            yield endpoint
-        finally:
-            path.unlink(missing_ok=True)
+        async with processes as front_ends:
+            urls = tuple(front_end.url for front_end in front_ends)
+            endpoint = Endpoint(urls=urls, api_key=api_key, controller_key=controller_key, front_ends=front_ends)
+            content = {
+                "base_url": endpoint.base_url,
+                "api_key": api_key,
+                "model": config.server.model_name,
+                "front_ends": urls,
+                "controller_key": controller_key,
+            }
+            path = self.run_dir / "endpoint.json"
+            write_private(path, json.dumps(content))
+            try:
+                yield endpoint
+            finally:
+                path.unlink(missing_ok=True)
+
+    async def _start_engines(self) -> Sequence[InferenceEngine]:
+        """Boot the engines that the run begins with."""
+        config = self.config
+        if is_supervised(config):
+            return await self._start_vllm(list(self._lives), self._lives)
+        from skyrl_async.inference.engines.deterministic import DeterministicEngine
+
+        rank, longest = config.policy.lora.served_rank, config.engine.max_model_len
+        return [DeterministicEngine("engine-0", self._served, adapter_rank=rank, max_model_len=longest)]
+
+    async def _start_vllm(self, names: Sequence[str], lives: Mapping[str, EngineLife]) -> Sequence[InferenceEngine]:
+        from skyrl_async.inference.engines.ray import start_ray_engines
+
+        config, engine = self.config, self.config.engine
+        resources = engine_resources(config, self.reserved, names)
+        device = engine_device(engine)
+        configs = [
+            from_section(
+                VLLMEngineConfig,
+                engine,
+                name=name,
+                policy_dir=str(self._served),
+                dtype=config.policy.dtype.name,
+                device=device.name,
+                enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
+                trust_remote_code=config.policy.trust_remote_code,
+                adapter_rank=config.policy.lora.served_rank,
+                adapter_targets=config.policy.lora.named_targets,
+                seed=config.trainer.seed,
+            )
+            for name in names
+        ]
+        return await start_ray_engines(
+            configs,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            scheduling_strategies=resources.strategies,
+            start_timeout_s=engine.start_timeout_s,
+            log_dir=self.run_dir / "logs",
+            lives=lives,
+        )
+
+    async def _start_policy(self, trained: Callable[[], Awaitable[Path]], num_steps: int) -> RecoveringPolicy:
+        """Start policy workers that are replaced when they die."""
+        config, run_dir = self.config, self.run_dir
+        settings = replace(training_settings(config, self.initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
+
+        async def start() -> SendingPolicy:
+            return await self._start_workers("policy", settings, policy_path=trained, publishes=True)
+
+        policy = RecoveringPolicy(
+            start,
+            max_restarts=config.trainer.max_restarts,
+            directory=run_dir / "recovery",
+            max_journal_bytes=config.trainer.restart_journal_mb << 20,
+        )
+        self.stack.push_async_callback((await policy.started()).close)
+        return policy
+
+    async def _start_workers(self, stage: str, settings: TrainingSettings, **arguments: Any) -> "PolicyWorkers":
+        """Start the workers of a stage with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``."""
+        from skyrl_async.training.workers.policy_workers import PolicyWorkers
+
+        training, resources = self.config.training, worker_resources(self.config, self.reserved, stage)
+        return await PolicyWorkers.start(
+            settings,
+            num_workers=stage_sizes(self.config)[stage].num_actors,
+            num_cpus_per_worker=resources.num_cpus,
+            num_gpus_per_worker=resources.num_gpus,
+            scheduling_strategies=resources.strategies,
+            call_timeout_s=training.step_timeout_s,
+            heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
+            **arguments,
+        )
+
+
+def _share_gpus(config: Config) -> bool:
+    devices = {engine_device(config.engine), training_device(config.training)}
+    return devices == {Device.cuda} and devices_are_shared(config)
 
 
 def _endpoint_settings(

@@ -23,14 +23,14 @@ from skyrl_async.composition.data import (
     num_planned_steps,
     prepare_prompts,
 )
-from skyrl_async.composition.logprobs import check_logprobs, start_logprob_workers
+from skyrl_async.composition.logprobs import check_logprobs
 from skyrl_async.composition.parts import (
     Parts,
     check_generator,
     make_generator,
     placement,
 )
-from skyrl_async.composition.processes import Engines, is_supervised, serving_endpoint, start_engines_and_policy
+from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups, leasing_policy
@@ -77,20 +77,16 @@ async def started_parts(
         if reserved is not None:
             announce(reserved.plan.table())
         say("booting engines, preparing the policy")
-        num_steps = num_planned_steps(config, plan.prompts)
-        starter = Engines(config, await plan.files.served(), run_dir, reserved)
-        engines, policy = await start_engines_and_policy(
-            config, stack, plan.files, plan.initial, starter, run_dir, num_steps, reserved
-        )
+        processes = Processes(config, plan.files, plan.initial, run_dir, stack, reserved)
+        engines, policy = await processes.engines_and_policy(num_planned_steps(config, plan.prompts))
         groups = device_groups(reserved.plan if reserved else None)
-        logprobs = await start_logprob_workers(config, stack, plan.files, plan.initial, reserved, groups)
+        logprobs = await processes.logprob_workers(groups)
         renderer = plan.renderer or load_renderer(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, renderer)
         endpoint = None
         if config.serves_endpoint:
             say("starting the endpoint")
-            serving = serving_endpoint(config, plan.initial, client, run_dir, shutdown)
-            endpoint = await stack.enter_async_context(serving)
+            endpoint = await stack.enter_async_context(processes.endpoint(client, shutdown))
         time_sharing = None
         if GENERATE in groups:
             time_sharing = EngineTimeSharing(
@@ -119,7 +115,7 @@ async def started_parts(
         )
         fleet = None
         if is_supervised(config):
-            fleet = starter.fleet(client, front_ends=endpoint.front_ends if endpoint else (), say=announce)
+            fleet = processes.fleet(client, front_ends=endpoint.front_ends if endpoint else (), say=announce)
             await stack.enter_async_context(fleet.supervising())
         if time_sharing is not None:
             await stack.enter_async_context(time_sharing.running())

@@ -12,7 +12,7 @@ import pytest_asyncio
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_async.composition.logprobs import start_logprob_workers
+from skyrl_async.composition.processes import Processes
 from skyrl_async.composition.publishing import make_broadcast
 from skyrl_async.composition.ray_cluster import ActorResources
 from skyrl_async.config.load import from_overrides
@@ -95,14 +95,15 @@ async def test_workers_that_load_what_is_published_are_on_the_trainer_s_node_or_
         )
 
     async with contextlib.AsyncExitStack() as stack:
+        elsewhere = Processes(asking_for(1), files, policy_dir, tmp_path, stack, Elsewhere(nodes[1]))
         with pytest.raises(ExceptionGroup) as refused:
-            await start_logprob_workers(asking_for(1), stack, files, policy_dir, Elsewhere(nodes[1]), {})
+            await elsewhere.logprob_workers({})
         failure = first_failure(refused.value)
         expected = (
             r"logp-worker-0-.* must run on the trainer's machine, .* training.num_logp_workers .*placement.groups"
         )
         assert isinstance(failure, ConfigError) and re.match(expected, str(failure))
-        parts = await start_logprob_workers(asking_for(2), stack, files, policy_dir, None, {})
+        parts = await Processes(asking_for(2), files, policy_dir, tmp_path, stack, None).logprob_workers({})
         assert parts.old is not None
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.composition import processes
 from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works, training_settings
-from skyrl_async.composition.processes import start_engines_and_policy
+from skyrl_async.composition.processes import Processes
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import EngineConfig
@@ -136,29 +135,33 @@ class Closable:
         pass
 
 
+class Files:
+    async def served(self) -> Path:
+        return Path("unused")
+
+    async def trained(self) -> Path:
+        return Path("trained")
+
+
 @pytest.mark.parametrize(
     ("device", "share", "first"),
     [("cuda", 0.5, "engines are up"), ("cuda", 1.0, "policy loads"), ("cpu", 0.5, "policy loads")],
 )
 def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_memory_of_the_same_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, share: float, first: str
+    device: str, share: float, first: str
 ) -> None:
     happened = []
 
-    class Files:
-        async def trained(self) -> Path:
-            return Path("trained")
-
-    class Engines:
-        async def start(self) -> list[Closable]:
+    class Watched(Processes):
+        async def _start_engines(self) -> list[Closable]:  # type: ignore[override]
             await asyncio.sleep(60.0)
             happened.append("engines are up")
             return [Closable()]
 
-    async def start(config: Config, trained: Callable[[], Awaitable[Path]], *_: object) -> Closable:
-        assert await trained() == Path("trained")
-        happened.append("policy loads")
-        return Closable()
+        async def _start_policy(self, trained: Callable[[], Awaitable[Path]], num_steps: int) -> Closable:  # type: ignore[override]
+            assert await trained() == Path("trained")
+            happened.append("policy loads")
+            return Closable()
 
     async def main() -> None:
         config = Config(
@@ -168,32 +171,28 @@ def test_workers_load_the_policy_beside_booting_engines_unless_these_count_the_m
         )
         path = Path("unused")
         async with contextlib.AsyncExitStack() as stack:
-            await start_engines_and_policy(config, stack, Files(), path, Engines(), path, 1)  # type: ignore[arg-type]
+            await Watched(config, Files(), path, path, stack, None).engines_and_policy(1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     assert happened[0] == first and set(happened) == {"engines are up", "policy loads"}
 
 
-def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(tmp_path: Path) -> None:
     found = []
 
-    class Engines:
-        async def start(self) -> list[Closable]:
+    class Watched(Processes):
+        async def _start_engines(self) -> list[Closable]:  # type: ignore[override]
             return []
 
-    async def start(config: Config, trained: object, settings: TrainingSettings, *_: object) -> Closable:
-        found.append(settings)
-        return Closable()
+        async def _start_workers(self, stage: str, settings: TrainingSettings, **_: object) -> Closable:  # type: ignore[override]
+            found.append(settings)
+            return Closable()
 
     async def main() -> None:
-        path = Path("unused")
         async with contextlib.AsyncExitStack() as stack:
-            await start_engines_and_policy(Config(), stack, object(), path, Engines(), tmp_path, 7)  # type: ignore[arg-type]
+            processes = Watched(Config(), Files(), Path("unused"), tmp_path, stack, None)  # type: ignore[arg-type]
+            await processes.engines_and_policy(7)
 
-    monkeypatch.setattr(processes, "_start_policy", start)
     run_in_virtual_time(main())
     (settings,) = found
     assert settings == replace(training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))
