@@ -14,7 +14,7 @@ from benchmarks.published_settings import Schedule, Setting
 from benchmarks.staleness_policies import ArrivalBuffer
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import PauseMode
 
 CALIBRATION_SEED = 1000
@@ -84,7 +84,7 @@ def simulate(settings: SimulationSettings, *, is_in_arrival_order: bool = False)
 
 
 async def _run(settings: SimulationSettings, make_buffer: Callable[[int], GroupBuffer]) -> Simulation:
-    simulation = build_simulation(settings, make_buffer=make_buffer)
+    simulation = Simulation(settings, make_buffer=make_buffer)
     gc.collect()
     gc.disable()  # the run is short and leaves little cyclic garbage: looking for it is not worth its time
     try:

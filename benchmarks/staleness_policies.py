@@ -31,7 +31,7 @@ from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 from skyrl_async.types import Group, PauseMode, Trajectory
 
 SIGMAS = (0.5, 0.8, 1.2)
@@ -173,7 +173,7 @@ async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulatio
         return generators[0]
 
     make_buffer = ArrivalBuffer if case.policy in ("areal", "prime_rl") else GroupBuffer
-    simulation = build_simulation(settings, generator_over=make_generator, make_buffer=make_buffer)
+    simulation = Simulation(settings, generator_over=make_generator, make_buffer=make_buffer)
     gc.collect()
     gc.disable()  # the run is short and leaves little cyclic garbage: looking for it is not worth its time
     try:

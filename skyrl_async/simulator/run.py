@@ -24,19 +24,15 @@ from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples, SamplingConfig
 from skyrl_async.config.schema.run import Config, EvaluationConfig
 from skyrl_async.config.schema.trainer import FullyAsyncConfig, Schedule, StalenessPolicy, TrainerConfig
-from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare
-from skyrl_async.rollout.staleness import _AsyncStalenessManager
-from skyrl_async.rollout.worker import GenerationWorkers
-from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
+from skyrl_async.runtime.device_leases import groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
-from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import Group, PauseMode, Prompt
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -122,46 +118,6 @@ class SimulationSettings:
         return round(self.longest_over_mean * self.mean_tokens)
 
 
-@dataclass(slots=True)
-class Simulation:
-    """The parts of a simulated run."""
-
-    trainer: FullyAsyncTrainer
-    engines: list[ModelledEngine]
-    policy: ModelledPolicy
-    client: InferenceEngineClient
-    publisher: WeightPublisher
-    device_groups: Mapping[str, DeviceGroup]
-    engine_time_sharing: EngineTimeSharing | None
-    logged: list[tuple[int, dict[str, float]]]
-    """(step, values) as the trainer logged them."""
-
-    @property
-    def dataloader(self) -> _AsyncDataloader:
-        """Part of the trainer's run."""
-        return self.trainer._run.dataloader
-
-    @property
-    def staleness(self) -> _AsyncStalenessManager:
-        """Part of the trainer's run."""
-        return self.trainer._run.staleness
-
-    @property
-    def buffer(self) -> GroupBuffer:
-        """Part of the trainer's run."""
-        return self.trainer._run.buffer
-
-    @property
-    def workers(self) -> GenerationWorkers:
-        """Part of the trainer's run."""
-        return self.trainer._run.workers
-
-    async def run(self) -> None:
-        """Run the trainer, with time-sharing of devices beside it where they are shared."""
-        async with self.engine_time_sharing.running() if self.engine_time_sharing else nullcontext():
-            await self.trainer.run()
-
-
 class _NoText:
     """Modelled tokens mean nothing."""
 
@@ -183,100 +139,117 @@ def lognormal_length(
     return length
 
 
-def build_simulation(
-    settings: SimulationSettings,
-    *,
-    checkpoint_dir: Path | None = None,
-    max_checkpoints_to_keep: int = 0,
-    generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
-    log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
-    shutdown: ShutdownRequest | None = None,
-    engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
-    make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
-    advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
-    step_advantages: StepAdvantages | None = None,
-    prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
-    trace: Trace | None = None,
-) -> Simulation:
-    """Make every part; call inside ``run_in_virtual_time``.
+class Simulation:
+    """The parts of a simulated run; made inside ``run_in_virtual_time``.
 
-    ``engine_around`` makes what the client uses of each engine, ``make_buffer`` is given the most groups that are held.
-    ``advantages`` and ``step_advantages`` are the trainer's; ``prepare_with`` makes what finished groups go through after them.
+    Args:
+        settings: what is simulated.
+        checkpoint_dir: for checkpoints; None writes none.
+        max_checkpoints_to_keep: 0 keeps all.
+        generator_over: makes the generator, of the client.
+        log_groups: takes the groups of each step.
+        shutdown: ends the run early.
+        engine_around: makes what the client uses of each engine.
+        make_buffer: takes the most groups to hold at a time.
+        advantages: the trainer's, of the rewards of a group; None: ``step_advantages`` computes them.
+        step_advantages: the trainer's.
+        prepare_with: makes what finished groups go through after their reward.
+        trace: gets the spans of the run.
     """
-    loop = asyncio.get_running_loop()
-    trace = trace or Trace(None, loop.time)
-    config = _config(settings, max_checkpoints_to_keep)
-    length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
-    engines = [
-        from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length)
-        for i in range(settings.num_engines)
-    ]
-    client = InferenceEngineClient(
-        [engine_around(engine) for engine in engines],
-        tokenizer=_NoText(),
-        max_model_len=settings.max_tokens + 1000,
-        engine_wait_s=settings.engine_wait_s,
-        placement=placement(config),
-    )
-    policy = from_section(ModelledPolicy, settings)
-    groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
-    time_sharing = None
-    if GENERATE in groups:
-        time_sharing = EngineTimeSharing(
-            client,
-            groups[GENERATE],
-            min_slice_s=settings.min_generation_slice_s,
-            is_busy=lambda: client.pool.is_busy,
-            trace=trace,
-            clock=loop.time,
+
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        *,
+        checkpoint_dir: Path | None = None,
+        max_checkpoints_to_keep: int = 0,
+        generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
+        log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
+        shutdown: ShutdownRequest | None = None,
+        engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
+        make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
+        advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
+        step_advantages: StepAdvantages | None = None,
+        prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
+        trace: Trace | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = asyncio.get_running_loop().time
+        self._trace = trace or Trace(None, self._clock)
+        config, prompts = _config(settings, max_checkpoints_to_keep), _prompts(settings)
+        length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
+        self.engines = [
+            from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length)
+            for i in range(settings.num_engines)
+        ]
+        self.client = InferenceEngineClient(
+            [engine_around(engine) for engine in self.engines],
+            tokenizer=_NoText(),
+            max_model_len=settings.max_tokens + 1000,
+            engine_wait_s=settings.engine_wait_s,
+            placement=placement(config),
         )
-    publisher = WeightPublisher(
-        client=client,
-        policy=leasing_policy(policy, groups),
-        directory=Path("unused"),
-        bucket_bytes=1,
-        double_buffer=settings.double_buffer,
-        pause_mode=settings.pause_mode,
-        max_retries=settings.max_publish_retries,
-        hold_engines=time_sharing.holding if time_sharing else nullcontext,
-        trace=trace,
-        clock=loop.time,
-    )
-    prompts = _prompts(settings)
-    parts = Parts(
-        prompts=Prompts(train=prompts, held_out=prompts),
-        client=client,
-        generator=generator_over(client),
-        policy=policy,
-        device_groups=groups,
-        publisher=publisher,
-    )
-    logged: list[tuple[int, dict[str, float]]] = []
-    trainer = make_trainer(
-        config,
-        parts,
-        checkpoint_dir=checkpoint_dir,
-        callbacks=TrainerCallbacks(log=lambda step, values: logged.append((step, values)), log_groups=log_groups),
-        trace=trace,
-        shutdown=shutdown,
-        advantages=Advantages(of_stage=advantages, of_step=step_advantages or StepAdvantages()),
-        # A stage leases devices as separate workers of its own would.
-        works={
-            name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), groups)
-            for name, work in prepare_with(policy).items()
-        },
-        make_buffer=make_buffer,
-    )
-    return Simulation(
-        trainer=trainer,
-        engines=engines,
-        policy=policy,
-        client=client,
-        publisher=publisher,
-        device_groups=groups,
-        engine_time_sharing=time_sharing,
-        logged=logged,
-    )
+        self.policy = from_section(ModelledPolicy, settings)
+        self.device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
+        self.engine_time_sharing = self._time_sharing() if GENERATE in self.device_groups else None
+        self.publisher = self._make_publisher()
+        parts = Parts(
+            prompts=Prompts(train=prompts, held_out=prompts),
+            client=self.client,
+            generator=generator_over(self.client),
+            policy=self.policy,
+            device_groups=self.device_groups,
+            publisher=self.publisher,
+        )
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        """(step, values) as the trainer logged them."""
+        self.trainer = make_trainer(
+            config,
+            parts,
+            checkpoint_dir=checkpoint_dir,
+            callbacks=TrainerCallbacks(log=lambda *logged: self.logged.append(logged), log_groups=log_groups),
+            trace=self._trace,
+            shutdown=shutdown,
+            advantages=Advantages(of_stage=advantages, of_step=step_advantages or StepAdvantages()),
+            # A stage leases devices as separate workers of its own would.
+            works={
+                name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), self.device_groups)
+                for name, work in prepare_with(self.policy).items()
+            },
+            make_buffer=make_buffer,
+        )
+        run = self.trainer._run
+        self.dataloader, self.staleness = run.dataloader, run.staleness
+        self.buffer, self.workers = run.buffer, run.workers
+
+    async def run(self) -> None:
+        """Run the trainer, with time-sharing of devices beside it where they are shared."""
+        async with self.engine_time_sharing.running() if self.engine_time_sharing else nullcontext():
+            await self.trainer.run()
+
+    def _time_sharing(self) -> EngineTimeSharing:
+        return EngineTimeSharing(
+            self.client,
+            self.device_groups[GENERATE],
+            min_slice_s=self._settings.min_generation_slice_s,
+            is_busy=lambda: self.client.pool.is_busy,
+            trace=self._trace,
+            clock=self._clock,
+        )
+
+    def _make_publisher(self) -> WeightPublisher:
+        return WeightPublisher(
+            client=self.client,
+            policy=leasing_policy(self.policy, self.device_groups),
+            directory=Path("unused"),
+            bucket_bytes=1,
+            double_buffer=self._settings.double_buffer,
+            pause_mode=self._settings.pause_mode,
+            max_retries=self._settings.max_publish_retries,
+            hold_engines=self.engine_time_sharing.holding if self.engine_time_sharing else nullcontext,
+            trace=self._trace,
+            clock=self._clock,
+        )
 
 
 def _prompts(settings: SimulationSettings) -> tuple[Prompt, ...]:

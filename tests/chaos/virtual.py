@@ -24,7 +24,7 @@ from skyrl_async.runtime.shutdown import GRACE_S, Interruption, Phase
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.types import Trajectory
 from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
@@ -214,7 +214,7 @@ class VirtualRun:
         self._models.clear()
         self._shutdown_timeout_s = self._rng.choice(_SHUTDOWN_TIMEOUTS_S)
         self._interruption = Interruption(self._shutdown_timeout_s)
-        self._simulation = build_simulation(
+        self._simulation = Simulation(
             self._settings,
             checkpoint_dir=self._checkpoints,
             max_checkpoints_to_keep=_NUM_CHECKPOINTS,

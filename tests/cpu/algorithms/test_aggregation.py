@@ -19,7 +19,7 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.config.schema.algorithm import LossReduction
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Group, Trajectory
@@ -171,7 +171,7 @@ def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_
     denominators: list[float] = []
 
     async def main() -> Simulation:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         step = simulation.policy.step
 
         async def noted(denominator: float) -> dict[str, float]:

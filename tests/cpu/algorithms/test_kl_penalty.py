@@ -23,7 +23,7 @@ from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.samples import Sample
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
-from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import (
     OUTCOMES,
@@ -240,7 +240,7 @@ class TestInTheLoop:
 
         async def main() -> dict[int, tuple[float, float]]:
             estimator = AdvantageEstimator(compute=grpo_advantages)
-            simulation = build_simulation(
+            simulation = Simulation(
                 settings,
                 advantages=None,
                 step_advantages=StepAdvantages(estimator, penalty(target=0.0471)),

@@ -24,7 +24,7 @@ from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.samples import Sample, live_samples_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.quick_config import config_of
 
@@ -182,7 +182,7 @@ CUT_OFTEN = SimulationSettings(mean_tokens=100.0, sigma=1.2, group_size=4, num_s
 
 def simulate(settings: SimulationSettings, max_tokens: int = 60) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=lambda client: Cutting(client, max_tokens))
+        simulation = Simulation(settings, generator_over=lambda client: Cutting(client, max_tokens))
         await simulation.trainer.run()
         return simulation
 

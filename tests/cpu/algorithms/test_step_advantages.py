@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
 
 SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_batch_size=4, step_seconds=0.5)
@@ -31,7 +31,7 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
         estimator = AdvantageEstimator(compute=lambda rewards: [0.0] * len(rewards))
 
     async def main() -> None:
-        simulation = build_simulation(
+        simulation = Simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=None,
             step_advantages=Seen(estimator),
@@ -65,7 +65,7 @@ def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked()
         ]
 
     async def main() -> Simulation:
-        simulation = build_simulation(
+        simulation = Simulation(
             replace(
                 SETTINGS,
                 sigma=1.5,

@@ -20,7 +20,7 @@ from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -135,7 +135,7 @@ def killed_after(seconds: float, settings: SimulationSettings, directory: Path, 
     """What a run, or one that goes on from its directory, trained until it was thrown away with nothing put in order."""
 
     async def main() -> list:
-        simulation = build_simulation(settings, checkpoint_dir=directory, generator_over=GENERATORS[kind])
+        simulation = Simulation(settings, checkpoint_dir=directory, generator_over=GENERATORS[kind])
         trained = keep_account(simulation)
         if (checkpoint := latest(directory)) is not None:
             await simulation.trainer.resume(checkpoint)
@@ -153,9 +153,7 @@ def resumed(
     settings: SimulationSettings, checkpoint: Path | None, kind: str, directory: Path | None = None, **parts: Any
 ) -> tuple[Simulation, list]:
     async def main() -> tuple[Simulation, list]:
-        simulation = build_simulation(
-            settings, checkpoint_dir=directory, **{"generator_over": GENERATORS[kind], **parts}
-        )
+        simulation = Simulation(settings, checkpoint_dir=directory, **{"generator_over": GENERATORS[kind], **parts})
         trained = keep_account(simulation)
         if checkpoint is not None:
             await simulation.trainer.resume(checkpoint)

@@ -16,7 +16,7 @@ from skyrl_async.runtime.device_leases import DeviceGroup, LeaseDevices, groups_
 from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
-from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
@@ -273,7 +273,7 @@ def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_o
         return {stage: work_of(stage) for stage in stages}
 
     async def main() -> None:
-        simulation = build_simulation(SHARED, prepare_with=prepare)
+        simulation = Simulation(SHARED, prepare_with=prepare)
         await simulation.run()
         num_groups = simulation.trainer.totals.trained_groups
         assert num_groups == 8 * 8

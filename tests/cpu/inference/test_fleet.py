@@ -23,7 +23,7 @@ from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, PauseMode, WeightUpdate
 
 ENGINES = EngineConfig(
@@ -52,7 +52,7 @@ class Setting:
         self, settings: SimulationSettings = RUN, config: EngineConfig = ENGINES, *, path: Path | None = None
     ) -> None:
         self.engines: dict[str, FaultyEngine] = {}
-        self.simulation = build_simulation(settings, checkpoint_dir=path, engine_around=self._around)
+        self.simulation = Simulation(settings, checkpoint_dir=path, engine_around=self._around)
         self.lines: list[str] = []
         self.starts: list[tuple[float, str]] = []
         self.make: Callable[[str], FaultyEngine] = self._new_engine
@@ -262,7 +262,7 @@ def test_contract_7_a_publish_that_ends_the_run_costs_no_token(tmp_path: Path) -
     config = replace(RUN, checkpoint_interval_steps=100, num_steps=None, num_epochs=1)
 
     async def fail() -> Simulation:
-        simulation = build_simulation(config, checkpoint_dir=tmp_path)
+        simulation = Simulation(config, checkpoint_dir=tmp_path)
         asyncio.get_running_loop().call_later(30.0, setattr, simulation.engines[1], "fails_next_load", PublishError)
         with pytest.raises(PublishError, match="engine-1 refused version"):
             await simulation.trainer.run()
@@ -283,7 +283,7 @@ def test_contract_7_a_publish_that_ends_the_run_costs_no_token(tmp_path: Path) -
     assert sum(values.get("generate/tokens", 0.0) for _, values in failed.logged) == saved.totals["generated_tokens"]
 
     async def go_on() -> None:
-        simulation = build_simulation(config)
+        simulation = Simulation(config)
         await simulation.trainer.resume(newest)
         await simulation.trainer.run()
         totals = simulation.trainer.totals

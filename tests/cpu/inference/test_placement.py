@@ -18,7 +18,7 @@ from skyrl_async.inference.placement import Placement, PlacementSettings, Sessio
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
@@ -238,7 +238,7 @@ LONG_TAILED = SimulationSettings(
 
 def simulate(settings: SimulationSettings) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         await simulation.trainer.run()
         return simulation
 
@@ -274,7 +274,7 @@ def test_where_nothing_waits_for_the_oldest_fewer_of_their_tokens_are_too_old() 
 def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, mode: PauseMode) -> None:
     async def main() -> Simulation:
         settings = replace(LONG_TAILED, seed=seed, num_steps=8, pause_mode=mode, load_seconds=0.1)
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
 
         async def kill() -> None:
             await asyncio.sleep(kill_at)

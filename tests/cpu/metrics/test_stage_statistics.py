@@ -15,7 +15,7 @@ from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, build_simulation
+from skyrl_async.simulator.run import Simulation
 from skyrl_async.types import Trajectory
 from tests.cpu.trainer.test_trainer_stages import SLOW_PUBLISH, run
 
@@ -73,7 +73,7 @@ def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_
     """Groups are there long before; each takes 0.2 s alone, 16 of them a step, of which the first second is validation."""
 
     async def main() -> Simulation:
-        simulation = build_simulation(VALIDATING_EACH_STEP)
+        simulation = Simulation(VALIDATING_EACH_STEP)
         trainer, forward_backward = simulation.trainer, simulation.policy.forward_backward
 
         async def slowed(rows: Sequence[Trajectory], *rest: Any) -> dict[str, float]:
@@ -117,7 +117,7 @@ def test_time_in_which_checkpoints_are_written_counts_neither_as_beside_validati
 
     async def main() -> float | None:
         job = replace(VALIDATING_EACH_STEP, seconds_per_token=0.2 / 100, checkpoint_interval_steps=2)
-        simulation = build_simulation(job, checkpoint_dir=tmp_path)
+        simulation = Simulation(job, checkpoint_dir=tmp_path)
         save = simulation.policy.save
 
         async def slow(directory: Path) -> None:
@@ -142,7 +142,7 @@ def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothin
     )
 
     async def main() -> None:
-        simulation = build_simulation(job)
+        simulation = Simulation(job)
         await simulation.run()
         stage = simulation.trainer._run.board.stage("train")
         assert simulation.device_groups["policy"].statistics().seconds_waited["policy"] > 10.0
@@ -156,7 +156,7 @@ def test_evaluations_before_and_after_training_are_items_of_the_validation_stage
     """And without training, too: whoever looks meanwhile sees what the run is at."""
 
     async def main() -> None:
-        simulation = build_simulation(replace(SLOW_PUBLISH, num_eval_prompts=8, eval_only=validates_only))
+        simulation = Simulation(replace(SLOW_PUBLISH, num_eval_prompts=8, eval_only=validates_only))
         trainer = simulation.trainer
         evaluate, seen = trainer._validation._evaluator.evaluate, []
 

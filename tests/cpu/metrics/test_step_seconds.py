@@ -12,7 +12,7 @@ import pytest
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import LogprobModel
@@ -47,7 +47,7 @@ def test_steps_and_checkpoints_add_up_to_the_time_from_the_beginning_to_the_last
     job: SimulationSettings, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        simulation, loop = build_simulation(job, checkpoint_dir=tmp_path), asyncio.get_running_loop()
+        simulation, loop = Simulation(job, checkpoint_dir=tmp_path), asyncio.get_running_loop()
         gather, save, run = simulation.publisher.gather, simulation.policy.save, simulation.workers.run
         moments: list[float] = []
 
@@ -80,7 +80,7 @@ def test_steps_and_checkpoints_add_up_to_the_time_from_the_beginning_to_the_last
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     async def main() -> None:
-        simulation = build_simulation(replace(SLOW_LOAD, publish_every_steps=3, gather_seconds=2.0, step_seconds=0.5))
+        simulation = Simulation(replace(SLOW_LOAD, publish_every_steps=3, gather_seconds=2.0, step_seconds=0.5))
         await simulation.trainer.run()
         names = ("wait_for_groups", "wait_for_publish", "forward_backward", "optimizer_step", "gather")
         for _, values in simulation.logged:
@@ -117,7 +117,7 @@ def test_waiting_for_log_probs_that_policy_workers_compute_is_no_training(tmp_pa
 
     async def main() -> Simulation:
         job = replace(JOB, num_engines=4, step_seconds=0.2, max_staleness_steps=4)
-        simulation = build_simulation(job, prepare_with=on_the_same_workers)
+        simulation = Simulation(job, prepare_with=on_the_same_workers)
         await simulation.trainer.run()
         return simulation
 

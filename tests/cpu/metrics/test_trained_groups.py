@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import ENVIRONMENT_VERSION, Group, Trajectory
 
 
@@ -80,7 +80,7 @@ def test_the_trainer_records_every_group_it_trained_once(tmp_path: Path) -> None
 
     async def main() -> None:
         settings = SimulationSettings(num_steps=5, mini_batch_size=4, num_prompts=20, num_epochs=1)
-        simulation = build_simulation(
+        simulation = Simulation(
             settings, log_groups=lambda version, groups: recorded.extend((version, group.uid) for group in groups)
         )
         await simulation.trainer.run()

@@ -22,7 +22,7 @@ from skyrl_async.rollout.finished_group_filter import NoSignal, no_signal
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
 
 FILTERING = SimulationSettings(
@@ -56,7 +56,7 @@ class SomeConstant(ModelledGenerator):
 
 def simulate(settings: SimulationSettings, share: float, resume_from: Path | None = None, **parts) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=lambda c: SomeConstant(c, share), **parts)
+        simulation = Simulation(settings, generator_over=lambda c: SomeConstant(c, share), **parts)
         if resume_from is not None:
             await simulation.trainer.resume(resume_from)
         await simulation.trainer.run()
@@ -163,7 +163,7 @@ def test_contract_7_a_killed_and_resumed_run_trains_or_filters_each_prompt_once_
     )
 
     async def killed() -> list[list[tuple[Trajectory, ...]]]:
-        simulation = build_simulation(job, checkpoint_dir=directory, generator_over=lambda c: SomeConstant(c, 0.5))
+        simulation = Simulation(job, checkpoint_dir=directory, generator_over=lambda c: SomeConstant(c, 0.5))
         running = asyncio.ensure_future(simulation.trainer.run())
         await asyncio.wait([running], timeout=kill_at)
         running.cancel()
@@ -187,7 +187,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_of_draw_until_full_t
     asynchronous = simulate(job, 0.4)
 
     async def plain_loop() -> list[list[str]]:
-        simulation = build_simulation(job, generator_over=lambda c: SomeConstant(c, 0.4))
+        simulation = Simulation(job, generator_over=lambda c: SomeConstant(c, 0.4))
         steps = []
         for _ in range(job.num_steps):
             step: list[str] = []

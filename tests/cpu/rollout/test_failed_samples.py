@@ -27,7 +27,7 @@ from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.outages import Backoff
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Completion, Prompt, SamplingParams, Trajectory
 from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler
 from tests.cpu.tiny_chat import RENDERER
@@ -407,7 +407,7 @@ RUN = SimulationSettings(
 
 def simulate(settings: SimulationSettings, generator_over: Any) -> Any:
     async def main() -> Any:
-        simulation = build_simulation(settings, generator_over=generator_over)
+        simulation = Simulation(settings, generator_over=generator_over)
         await simulation.trainer.run()
         return simulation
 

@@ -28,7 +28,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import VirtualTimeLoop
 from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Completion, FinishReason, PauseMode, SamplingParams, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
@@ -100,7 +100,7 @@ def simulate(
     )
 
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=generator_over)
+        simulation = Simulation(settings, generator_over=generator_over)
         simulation.policy.steps = deque([[]], maxlen=1)  # it would remember every group
         await simulation.trainer.run()
         assert asyncio.all_tasks() == {asyncio.current_task()}

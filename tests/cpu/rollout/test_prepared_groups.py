@@ -12,7 +12,7 @@ from skyrl_async.errors import WorkerDiedError
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
 
@@ -24,7 +24,7 @@ REF_SECONDS = 0.2
 
 def simulate(settings: SimulationSettings, **parts) -> tuple[Simulation, float]:
     async def main() -> tuple[Simulation, float]:
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         await simulation.trainer.run()
         return simulation, asyncio.get_running_loop().time()
 
@@ -72,7 +72,7 @@ def test_the_reference_on_a_worker_of_its_own_overlaps_training() -> None:
     apart, seconds_apart = simulate(SETTINGS, prepare_with=one_at_a_time)
 
     async def inline() -> float:
-        simulation = build_simulation(SETTINGS)
+        simulation = Simulation(SETTINGS)
         alone = simulation.policy.forward_backward
 
         async def with_reference(
@@ -133,7 +133,7 @@ def test_what_fails_while_log_probs_are_computed_ends_the_run_and_gives_every_pr
         return {"ref_logp": complete}
 
     async def main() -> Simulation:
-        simulation = build_simulation(SETTINGS, prepare_with=dying)
+        simulation = Simulation(SETTINGS, prepare_with=dying)
         with pytest.raises(WorkerDiedError, match="ref-worker-0 died in logprobs_of"):
             await simulation.trainer.run()
         return simulation
@@ -149,7 +149,7 @@ def test_finished_groups_of_a_checkpoint_are_completed_before_they_are_trained(t
     saved = tmp_path / "global_step_4"
 
     async def resume() -> Simulation:
-        resumed = build_simulation(settings, prepare_with=both_log_probs)
+        resumed = Simulation(settings, prepare_with=both_log_probs)
         await resumed.trainer.resume(saved)
         assert len(resumed.buffer) > 0
         await resumed.trainer.run()

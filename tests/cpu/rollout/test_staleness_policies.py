@@ -16,7 +16,7 @@ from skyrl_async.metrics.step import StepFigures
 from skyrl_async.rollout.staleness import STALENESS_POLICIES
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import EngineOutput, EngineRequest, Group, PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -26,7 +26,7 @@ LONG_TAILED = SimulationSettings(
 
 def simulate(settings: SimulationSettings, **parts) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         await simulation.trainer.run()
         return simulation
 

@@ -17,7 +17,7 @@ from skyrl_async.rollout.watchdog import Watchdog
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus, report, report_engine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Trajectory
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 from tests.cpu.generators.test_gym_generator import Quiz, ScriptedSampler, request
@@ -46,7 +46,7 @@ class Hanging(ModelledGenerator):
 
 def simulate(settings: SimulationSettings, generator_over: Any = ModelledGenerator, prepare: Any = None) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=generator_over)
+        simulation = Simulation(settings, generator_over=generator_over)
         if prepare is not None:
             prepare(simulation)
         await simulation.trainer.run()
@@ -111,7 +111,7 @@ def test_contract_8_a_stage_of_the_trainer_that_hangs_for_a_while_is_named(
         slow(owner, name)
 
     async def main() -> None:
-        simulation = build_simulation(replace(RUN, checkpoint_interval_steps=1), checkpoint_dir=tmp_path)
+        simulation = Simulation(replace(RUN, checkpoint_interval_steps=1), checkpoint_dir=tmp_path)
         prepare(simulation)
         await simulation.trainer.run()
 
@@ -259,7 +259,7 @@ def test_a_wait_for_groups_of_which_none_is_in_flight_says_so(caplog: pytest.Log
     """No prompt is ever admitted."""
 
     async def main() -> None:
-        simulation = build_simulation(RUN)
+        simulation = Simulation(RUN)
         simulation.staleness.acquire_submission_slot = asyncio.Event().wait  # type: ignore[assignment]
         async with asyncio.timeout(100):
             await simulation.trainer.run()

@@ -17,7 +17,7 @@ from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Trajectory, WeightUpdate
 
 BUSY_TRAINER = SimulationSettings(
@@ -59,7 +59,7 @@ def ended_by_a_failure(
     logged: list[int] = []
 
     async def main() -> Simulation:
-        simulation = build_simulation(
+        simulation = Simulation(
             settings,
             checkpoint_dir=directory,
             generator_over=lambda client: BreaksAt(client, at if has_engine else math.inf),
@@ -150,7 +150,7 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
 ) -> None:
     async def main() -> Simulation:
         stop = ShutdownRequest()
-        simulation = build_simulation(
+        simulation = Simulation(
             run,
             checkpoint_dir=tmp_path_factory.mktemp("checkpoints"),
             generator_over=lambda client: EndsSlowly(client, at, end_s),
@@ -185,7 +185,7 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
 def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: Path) -> None:
     async def main() -> Simulation:
         quick = replace(BUSY_TRAINER, seconds_per_token=1 / 2000, step_seconds=0.5)
-        simulation = build_simulation(quick, checkpoint_dir=tmp_path)
+        simulation = Simulation(quick, checkpoint_dir=tmp_path)
         (engine,) = simulation.engines
         load_weights = engine.load_weights
 
@@ -217,7 +217,7 @@ def test_a_last_evaluation_that_fails_leaves_a_complete_run_and_says_so() -> Non
 
     async def main() -> None:
         settings = replace(BUSY_TRAINER, num_steps=6, num_eval_prompts=8)
-        simulation.append(build_simulation(settings, generator_over=JudgeGoesDown))
+        simulation.append(Simulation(settings, generator_over=JudgeGoesDown))
         await simulation[0].trainer.run()
 
     run_in_virtual_time(main())

@@ -17,7 +17,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import ENVIRONMENT_VERSION, PauseMode, Prompt, SamplingParams, Trajectory, WeightUpdate
 from tests.cpu.tiny_chat import RENDERER, TOKENIZER
 
@@ -153,7 +153,7 @@ def run_with_straggler(monkeypatch: pytest.MonkeyPatch, settings: SimulationSett
     monkeypatch.setattr("skyrl_async.simulator.run.ModelledEngine", OneIsLong)
 
     async def main() -> Simulation:
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         simulation.workers._sampling = SamplingParams(max_tokens=10_000)
         await simulation.trainer.run()
         return simulation
@@ -231,7 +231,7 @@ def test_a_straggler_in_a_slow_tool_is_trained_with_the_versions_of_its_turns() 
     settings = replace(SETTINGS, num_steps=6, group_size=1, mini_batch_size=4, mean_tokens=20.0, num_engines=2)
 
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=gym)
+        simulation = Simulation(settings, generator_over=gym)
         await simulation.trainer.run()
         return simulation
 

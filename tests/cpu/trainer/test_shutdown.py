@@ -22,7 +22,7 @@ from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequest, ShutdownReque
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory
 
@@ -60,7 +60,7 @@ def stopped_after(
 
     async def main() -> tuple[Simulation, float]:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=directory, shutdown=stop, **parts)
+        simulation = Simulation(settings, checkpoint_dir=directory, shutdown=stop, **parts)
         asyncio.get_running_loop().call_later(seconds, stop.request, patience_s)
         await simulation.trainer.run()
         assert len(asyncio.all_tasks()) == 1
@@ -71,7 +71,7 @@ def stopped_after(
 
 def resumed(path: Path, settings: SimulationSettings) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         await simulation.trainer.resume(path)
         await simulation.trainer.run()
         return simulation
@@ -134,7 +134,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
 
     async def main() -> Simulation:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
         asyncio.get_running_loop().call_later(at, stop.fail, gone)
         with pytest.raises(InferenceError) as raised:
             await simulation.trainer.run()
@@ -162,7 +162,7 @@ def test_what_fails_once_a_run_cannot_go_on_does_not_hide_the_reason(tmp_path: P
                 stop.fail(InferenceError("the endpoint is gone"))
                 raise NoEngineError("no engine")
 
-        simulation = build_simulation(LONG_TAILED, checkpoint_dir=tmp_path, shutdown=stop, generator_over=FailsWithIt)
+        simulation = Simulation(LONG_TAILED, checkpoint_dir=tmp_path, shutdown=stop, generator_over=FailsWithIt)
         with pytest.raises(InferenceError, match="the endpoint is gone"):
             await simulation.trainer.run()
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
 
     async def main() -> None:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
 
         class StopsWhileSaving(ModelledPolicy):
             async def save(self, directory: Path) -> None:
@@ -268,7 +268,7 @@ class NoRoomPolicy(ModelledPolicy):
 
 def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, checkpoint_dir=directory)
+        simulation = Simulation(settings, checkpoint_dir=directory)
         simulation.trainer._saver._policy = policy
         await simulation.trainer.run()
         return simulation
@@ -281,7 +281,7 @@ def test_a_run_that_is_killed_right_after_a_checkpoint_has_the_record_of_its_ste
 
     async def main() -> Simulation:
         settings = replace(LONG_TAILED, num_steps=6, num_epochs=None, checkpoint_interval_steps=2)
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path)
         checkpointer = simulation.trainer._saver.checkpointer
         write = checkpointer.try_write
 
@@ -417,7 +417,7 @@ def test_a_stop_while_an_engine_is_frozen_saves_and_ends_in_time(method: str, tm
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
             return engines[-1]
 
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop, engine_around=around)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, shutdown=stop, engine_around=around)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(simulation.trainer.run())
             await engines[0].has_frozen.wait()
@@ -443,7 +443,7 @@ def test_a_second_signal_ends_a_run_with_a_frozen_engine_at_once(method: str) ->
             engines.append(FreezesIn(model, method) if model.name == "engine-0" else FaultyEngine(model))
             return engines[-1]
 
-        simulation = build_simulation(FREEZING, shutdown=stop, engine_around=around)
+        simulation = Simulation(FREEZING, shutdown=stop, engine_around=around)
         running = asyncio.ensure_future(simulation.trainer.run())
         await engines[0].has_frozen.wait()
         await asyncio.sleep(3.0)
@@ -503,7 +503,7 @@ def test_contract_8_a_crash_of_any_task_ends_the_run_with_that_error_and_no_task
         return Failing(client, error, is_evaluation=is_evaluation)
 
     async def main() -> tuple[BaseException, Simulation]:
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, generator_over=generator_over)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, generator_over=generator_over)
         loop = asyncio.get_running_loop()
         if kind == "publisher":
             loop.call_later(9.0, setattr, simulation.publisher, "load", fail)
@@ -535,7 +535,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
 
     async def main() -> Simulation:
         stop = ShutdownRequest()
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
         loop, load = asyncio.get_running_loop(), simulation.publisher.load
 
         async def no_engine_is_there():
@@ -560,7 +560,7 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
     assert [step for step, values in simulation.logged if "policy/grad_norm" in values] == [1, 2, 3, 4]
 
     async def go_on() -> Simulation:
-        resumed = build_simulation(settings, checkpoint_dir=tmp_path)
+        resumed = Simulation(settings, checkpoint_dir=tmp_path)
         await resumed.trainer.resume(newest)
         await resumed.trainer.run()
         return resumed

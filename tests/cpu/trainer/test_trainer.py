@@ -15,7 +15,7 @@ from skyrl_async.errors import CheckpointError, DeadlineError, GenerationError, 
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import PauseMode, Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -25,7 +25,7 @@ LONG_TAILED = SimulationSettings(
 
 def simulate(settings: SimulationSettings, **parts) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         await simulation.trainer.run()
         return simulation
 
@@ -77,7 +77,7 @@ def test_contract_3_staleness_zero_trains_what_a_plain_loop_trains() -> None:
     asynchronous = simulate(settings)
 
     async def plain_loop() -> list[list[tuple[Trajectory, ...]]]:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         steps = []
         for _ in range(settings.num_steps):
             admissions = [await simulation.staleness.acquire_submission_slot() for _ in range(settings.mini_batch_size)]
@@ -181,7 +181,7 @@ def test_a_run_that_too_many_failures_stop_goes_on_from_what_it_had_trained(tmp_
     assert usable is not None and usable.state.step > 0
 
     async def go_on() -> None:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         await simulation.trainer.resume(usable.path)
         await simulation.trainer.run()
         counts = simulation.dataloader.statistics()
@@ -230,7 +230,7 @@ def test_a_generator_with_a_wrong_number_of_trajectories_is_named() -> None:
 
 def test_a_failing_trainer_stops_generation_and_gives_every_prompt_back() -> None:
     async def main() -> Simulation:
-        simulation = build_simulation(LONG_TAILED)
+        simulation = Simulation(LONG_TAILED)
 
         async def explode(num_tokens: int) -> dict[str, float]:
             raise RuntimeError("boom")
@@ -248,7 +248,7 @@ def test_a_failing_trainer_stops_generation_and_gives_every_prompt_back() -> Non
 
 def test_an_engine_that_dies_costs_no_group() -> None:
     async def main() -> Simulation:
-        simulation = build_simulation(LONG_TAILED)
+        simulation = Simulation(LONG_TAILED)
 
         async def kill() -> None:
             await asyncio.sleep(40)
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_costs_no_group() -> None:
 
 def test_the_death_of_every_engine_ends_the_run_by_name() -> None:
     async def main() -> None:
-        simulation = build_simulation(replace(LONG_TAILED, num_engines=1))
+        simulation = Simulation(replace(LONG_TAILED, num_engines=1))
 
         async def kill() -> None:
             await asyncio.sleep(40)
@@ -288,7 +288,7 @@ def test_contract_5_the_pause_is_exactly_the_load_and_not_a_grace_period() -> No
 
 def test_contract_5_a_refused_publish_keeps_the_old_version_serving_everywhere() -> None:
     async def main() -> list[int]:
-        simulation = build_simulation(LONG_TAILED)
+        simulation = Simulation(LONG_TAILED)
         await simulation.publisher.publish(1)
         simulation.engines[1].fails_next_load = PublishError
         with pytest.raises(PublishError, match="engine-1 refused version 2.*still serves version 1"):
@@ -302,7 +302,7 @@ def test_contract_5_a_refused_publish_keeps_the_old_version_serving_everywhere()
 
 def test_contract_5_an_engine_that_dies_while_loading_is_dropped_and_the_rest_serve_the_new_version() -> None:
     async def main() -> list[int]:
-        simulation = build_simulation(LONG_TAILED)
+        simulation = Simulation(LONG_TAILED)
         simulation.engines[0].fails_next_load = RuntimeError
         await simulation.publisher.publish(1)
         assert [engine.name for engine in simulation.client.engines] == ["engine-1"]
@@ -329,7 +329,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
     whole = simulate(settings)
 
     async def interrupted() -> Simulation:
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path)
+        simulation = Simulation(settings, checkpoint_dir=tmp_path)
 
         async def die_at_step_5(num_tokens: int) -> dict[str, float]:
             if simulation.trainer.served_version == 4:
@@ -345,7 +345,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
         run_in_virtual_time(interrupted())
 
     async def resumed() -> Simulation:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         await simulation.trainer.resume(Checkpointer(tmp_path, max_to_keep=0).usable().path)
         await simulation.trainer.run()
         return simulation
@@ -383,7 +383,7 @@ def test_contract_7_across_any_checkpoint_every_uid_is_trained_once(
     for path in paths[:3]:
 
         async def resumed(path: Path = path) -> Simulation:
-            simulation = build_simulation(replace(settings, checkpoint_interval_steps=0))
+            simulation = Simulation(replace(settings, checkpoint_interval_steps=0))
             await simulation.trainer.resume(path)
             await simulation.trainer.run()
             return simulation
@@ -400,7 +400,7 @@ def test_contract_7_a_checkpoint_with_a_missing_or_damaged_file_is_refused_by_na
 
     def resume() -> None:
         async def main() -> None:
-            await build_simulation(LONG_TAILED).trainer.resume(checkpoint)
+            await Simulation(LONG_TAILED).trainer.resume(checkpoint)
 
         run_in_virtual_time(main())
 
@@ -420,9 +420,7 @@ def test_contract_7_a_checkpoint_with_a_missing_or_damaged_file_is_refused_by_na
 @pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     async def main() -> None:
-        simulation = build_simulation(
-            replace(LONG_TAILED, num_steps=6, checkpoint_interval_steps=1), checkpoint_dir=tmp_path
-        )
+        simulation = Simulation(replace(LONG_TAILED, num_steps=6, checkpoint_interval_steps=1), checkpoint_dir=tmp_path)
         simulation.trainer._saver.checkpointer = Checkpointer(tmp_path, max_to_keep=2)
         await simulation.trainer.run()
 

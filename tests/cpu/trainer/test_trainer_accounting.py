@@ -17,7 +17,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -27,7 +27,7 @@ LONG_TAILED = SimulationSettings(
 
 def simulate(settings: SimulationSettings, resume_from: Path | None = None, **parts) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         if resume_from is not None:
             await simulation.trainer.resume(resume_from)
         await simulation.trainer.run()
@@ -96,7 +96,7 @@ def test_contract_1_and_2_under_failures_and_deaths_each_uid_is_in_one_state_and
     )
 
     async def main() -> Simulation:
-        simulation = build_simulation(settings, generator_over=lambda c: Failing(c, probability, seed))
+        simulation = Simulation(settings, generator_over=lambda c: Failing(c, probability, seed))
 
         async def die(at: float, index: int) -> None:
             await asyncio.sleep(at)
@@ -132,7 +132,7 @@ def test_a_group_admitted_in_the_moment_in_which_the_run_fails_is_given_back() -
             return await super().generate(request)
 
     async def main() -> Simulation:
-        simulation = build_simulation(replace(LONG_TAILED, max_failed_fraction=0.0), generator_over=OneDies)
+        simulation = Simulation(replace(LONG_TAILED, max_failed_fraction=0.0), generator_over=OneDies)
         with pytest.raises(GenerationError, match="1 of the last .* groups failed.*boom"):
             await simulation.trainer.run()
         return simulation
@@ -145,7 +145,7 @@ def test_a_group_admitted_in_the_moment_in_which_the_run_fails_is_given_back() -
 
 def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
     async def main() -> tuple[list[str], list[str]]:
-        simulation = build_simulation(LONG_TAILED)
+        simulation = Simulation(LONG_TAILED)
         generating = asyncio.ensure_future(simulation.workers.run())
         await asyncio.sleep(0)
         first = simulation.dataloader._ledger.uids(0, UidState.RUNNING)
@@ -153,7 +153,7 @@ def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
         await asyncio.wait([generating])
         await simulation.workers.requeue()
         drawn = [await simulation.dataloader.get_next_non_consumed_data() for _ in first]
-        order = build_simulation(LONG_TAILED).dataloader
+        order = Simulation(LONG_TAILED).dataloader
         return [key[1] for key, _ in drawn], [(await order.get_next_non_consumed_data())[0][1] for _ in first]
 
     again, expected = run_in_virtual_time(main())
@@ -170,7 +170,7 @@ def test_a_generator_that_makes_an_error_of_its_cancellation_is_cancelled_all_th
 
     async def main() -> Simulation:
         settings = replace(LONG_TAILED, max_retries=5, mean_tokens=1e5)
-        simulation = build_simulation(settings, generator_over=Stubborn)
+        simulation = Simulation(settings, generator_over=Stubborn)
         generating = asyncio.ensure_future(simulation.workers.run())
         await asyncio.sleep(1.0)
         generating.cancel()
@@ -298,7 +298,7 @@ def test_contract_7_with_the_same_settings_every_finished_group_is_taken_up(tmp_
     simulate(settings, checkpoint_dir=tmp_path)
 
     async def main(step: int) -> tuple[int, int]:
-        simulation = build_simulation(settings)
+        simulation = Simulation(settings)
         await simulation.trainer.resume(tmp_path / f"global_step_{step}")
         return len(simulation.buffer), simulation.trainer.totals.wasted_tokens
 
@@ -421,7 +421,7 @@ def test_an_evaluation_rollout_that_hangs_fails_at_its_deadline() -> None:
 
 def test_the_death_of_every_engine_during_an_evaluation_is_no_failed_rollout() -> None:
     async def main() -> None:
-        simulation = build_simulation(replace(EVALUATED, max_retries=3))
+        simulation = Simulation(replace(EVALUATED, max_retries=3))
 
         async def kill() -> None:
             await asyncio.sleep(0.6)
@@ -464,7 +464,7 @@ def test_contract_7_a_kill_at_any_moment_and_a_resume_train_each_uid_once(
     )
 
     async def killed() -> None:
-        simulation = build_simulation(settings, checkpoint_dir=directory)
+        simulation = Simulation(settings, checkpoint_dir=directory)
         running = asyncio.ensure_future(simulation.trainer.run())
         await asyncio.wait([running], timeout=kill_at)
         running.cancel()

@@ -21,7 +21,7 @@ from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 
@@ -67,7 +67,7 @@ def spans_of(what: str, events: list[tuple[str, int, float, float]]) -> dict[int
 
 def run(settings: SimulationSettings, **parts) -> tuple[Simulation, list[tuple[str, int, float, float]]]:
     async def main():
-        simulation = build_simulation(settings, **parts)
+        simulation = Simulation(settings, **parts)
         events = events_of(simulation)
         await simulation.trainer.run()
         return simulation, events
@@ -150,7 +150,7 @@ def test_a_send_holds_up_the_next_optimizer_step_and_a_load_the_beginning_of_the
 
 def test_unpublished_steps_count_for_the_lag_of_the_engines() -> None:
     async def main() -> None:
-        simulation = build_simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+        simulation = Simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
         seen = []
         step = simulation.policy.step
 
@@ -212,7 +212,7 @@ def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: 
         return group
 
     async def begin() -> None:
-        simulation = build_simulation(settings, checkpoint_dir=tmp_path, prepare_with=lambda _: {"ref_logp": slowly})
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, prepare_with=lambda _: {"ref_logp": slowly})
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(simulation.trainer.run(), timeout=35)
         checkpoint = Checkpointer(tmp_path, max_to_keep=0).usable()
@@ -220,7 +220,7 @@ def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: 
         assert all(group.advantages == () for group in checkpoint.state.groups)
 
     async def go_on() -> Simulation:
-        simulation = build_simulation(settings, prepare_with=lambda _: {"ref_logp": slowly})
+        simulation = Simulation(settings, prepare_with=lambda _: {"ref_logp": slowly})
         found = Checkpointer(tmp_path, max_to_keep=0).usable()
         await simulation.trainer.resume(found.path)
         await simulation.trainer.run()
@@ -238,7 +238,7 @@ def test_an_error_in_a_stage_ends_the_run_with_its_cause() -> None:
         raise ZeroDivisionError("no spread")
 
     async def main() -> None:
-        simulation = build_simulation(SLOW_PUBLISH, advantages=refuse)
+        simulation = Simulation(SLOW_PUBLISH, advantages=refuse)
         with pytest.raises(ZeroDivisionError, match="no spread"):
             await simulation.trainer.run()
         states = {status.name: status for status in simulation.trainer.stages()}
@@ -254,7 +254,7 @@ def test_an_error_in_any_other_stage_ends_the_run_with_its_cause_too(stage: str)
         raise ZeroDivisionError(stage)
 
     async def main() -> None:
-        simulation = build_simulation(
+        simulation = Simulation(
             replace(SLOW_PUBLISH, eval_interval_steps=2, num_eval_prompts=2, eval_before_train=False),
             prepare_with=lambda policy: {"ref_logp": fail} if stage == "ref_logp" else {},
         )
@@ -316,7 +316,7 @@ def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None
 
 def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
     async def main() -> list[int]:
-        simulation = build_simulation(SLOW_PUBLISH)
+        simulation = Simulation(SLOW_PUBLISH)
         send = simulation.publisher.send
 
         async def failing(version: int):
@@ -335,7 +335,7 @@ def test_the_step_whose_publish_fails_is_in_the_metrics_all_the_same() -> None:
 def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_step_is_saved(tmp_path: Path) -> None:
     async def main() -> None:
         job = replace(SLOW_PUBLISH, sigma=0.0, step_seconds=5.0, send_seconds=0.1, checkpoint_interval_steps=100)
-        simulation = build_simulation(job, checkpoint_dir=tmp_path)
+        simulation = Simulation(job, checkpoint_dir=tmp_path)
         load, loop, step = simulation.publisher.load, asyncio.get_running_loop(), simulation.policy.step
         stepping = asyncio.Event()
 
@@ -366,7 +366,7 @@ def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_s
 
 def test_a_version_whose_copy_is_lost_is_made_up_for_by_the_next() -> None:
     async def main() -> None:
-        simulation = build_simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
+        simulation = Simulation(replace(SLOW_PUBLISH, max_staleness_steps=3, publish_every_steps=3))
         send, loaded = simulation.publisher.send, []
         notify = simulation.staleness.notify_capacity_change
 
@@ -390,9 +390,7 @@ def test_a_failing_rollout_is_the_rollout_stages_error() -> None:
             async def generate(self, request):
                 raise RuntimeError("no")
 
-        simulation = build_simulation(
-            replace(SLOW_PUBLISH, max_failed_fraction=0.0), generator_over=lambda _: Refusing()
-        )
+        simulation = Simulation(replace(SLOW_PUBLISH, max_failed_fraction=0.0), generator_over=lambda _: Refusing())
         with pytest.raises(GenerationError):
             await simulation.trainer.run()
         states = {status.name: status.state for status in simulation.trainer.stages()}
@@ -538,9 +536,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 
     async def main() -> None:
         stop = ShutdownRequest()
-        simulation = build_simulation(
-            replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, shutdown=stop
-        )
+        simulation = Simulation(replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, shutdown=stop)
         events, step = events_of(simulation), simulation.policy.step
 
         async def last(num_tokens: float) -> dict[str, float]:
@@ -560,7 +556,7 @@ def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) ->
 def test_a_stop_cuts_the_last_publish_short_and_saves_in_time(tmp_path: Path) -> None:
     async def main() -> None:
         stop, loop = ShutdownRequest(), asyncio.get_running_loop()
-        simulation = build_simulation(ENDING, checkpoint_dir=tmp_path, shutdown=stop)
+        simulation = Simulation(ENDING, checkpoint_dir=tmp_path, shutdown=stop)
         send = simulation.publisher.send
 
         async def hanging(version: int) -> bool:
@@ -590,7 +586,7 @@ def test_steps_that_are_to_be_evaluated_or_checked_are_published_whatever_else_i
     )
 
     async def main() -> None:
-        simulation = build_simulation(job)
+        simulation = Simulation(job)
         events, check, checked = events_of(simulation), simulation.publisher.verifier.check, []
 
         async def noting(version: int, *, is_first: bool) -> dict[str, float]:
@@ -618,7 +614,7 @@ def test_without_pinning_each_evaluation_is_logged_at_a_version_that_its_tokens_
 
     async def main() -> None:
         job = replace(VALIDATING, eval_interval_steps=1, pins_eval_version=False, checkpoint_interval_steps=1)
-        simulation = build_simulation(job, checkpoint_dir=tmp_path, generator_over=LongEvaluations)
+        simulation = Simulation(job, checkpoint_dir=tmp_path, generator_over=LongEvaluations)
         save = simulation.policy.save
 
         async def slowly(directory: Path) -> None:
@@ -646,7 +642,7 @@ def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, si
 
 def test_a_run_that_only_validates_trains_nothing() -> None:
     async def main() -> Simulation:
-        simulation = build_simulation(replace(VALIDATING, eval_only=True))
+        simulation = Simulation(replace(VALIDATING, eval_only=True))
         await simulation.trainer.run()
         return simulation
 
@@ -661,7 +657,7 @@ OWING = replace(VALIDATING, eval_interval_steps=4, publish_every_steps=1, send_s
 
 def test_an_evaluation_whose_version_was_lost_on_its_way_is_of_the_next_one() -> None:
     async def main() -> None:
-        simulation = build_simulation(OWING)
+        simulation = Simulation(OWING)
         send = simulation.publisher.send
 
         async def losing(version: int) -> bool:
@@ -679,9 +675,7 @@ def interrupted_while_evaluating(directory: Path) -> int:
 
     async def main() -> int:
         stop, loop = ShutdownRequest(), asyncio.get_running_loop()
-        simulation = build_simulation(
-            replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, shutdown=stop
-        )
+        simulation = Simulation(replace(OWING, checkpoint_interval_steps=4), checkpoint_dir=directory, shutdown=stop)
         request = simulation.trainer._validation.request_if_owed
 
         def requested(version: int) -> None:
@@ -704,7 +698,7 @@ def test_an_evaluation_that_a_run_owed_is_made_when_it_is_taken_up(is_killed: bo
     step = 4 if is_killed else stopped_at
 
     async def evaluated(on_record: Sequence[int]) -> list[int]:
-        simulation = build_simulation(OWING, checkpoint_dir=tmp_path)
+        simulation = Simulation(OWING, checkpoint_dir=tmp_path)
         await simulation.trainer.resume(tmp_path / f"global_step_{step}", evaluated_versions=on_record)
         await simulation.trainer.run()
         return [step for step, *_ in evaluations_of(simulation)]

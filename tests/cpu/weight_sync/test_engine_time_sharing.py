@@ -14,7 +14,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Completion, Group, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 
@@ -71,7 +71,7 @@ def logprob_stages(policy: ModelledPolicy) -> dict[str, Callable[[Group], Awaita
 
 def run(job: SimulationSettings, **parts: object) -> Simulation:
     async def main() -> Simulation:
-        simulation = build_simulation(job, **parts)
+        simulation = Simulation(job, **parts)
         watched(simulation)
         async with asyncio.timeout(3600):
             await simulation.run()
@@ -162,7 +162,7 @@ def test_synchronous_training_is_the_same_wherever_it_is_placed_and_validation_i
 
 def test_engines_that_die_in_any_turn_cost_no_group() -> None:
     async def main() -> None:
-        simulation = build_simulation(SHARED)
+        simulation = Simulation(SHARED)
         watched(simulation)
         pause, num_pauses = simulation.engines[0].pause, 0
 

@@ -11,7 +11,7 @@ from skyrl_async.errors import EngineDeadError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation, lognormal_length
+from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 
 JOB = SimulationSettings(
     double_buffer=False,
@@ -35,7 +35,7 @@ class Mortal:
 
     def __init__(self, job: SimulationSettings) -> None:
         self.engines: list[FaultyEngine] = []
-        self.simulation = build_simulation(job, engine_around=self._around)
+        self.simulation = Simulation(job, engine_around=self._around)
         self._job = job
         self._starting: set[asyncio.Task[None]] = set()
 

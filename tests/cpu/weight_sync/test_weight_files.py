@@ -18,7 +18,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, PublishError, WeightsWriteError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings, build_simulation
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weight_sync.publisher import Lag, LagMonitor
 from skyrl_async.weight_sync.weight_files import require_shm_capacity
@@ -143,7 +143,7 @@ def test_a_run_never_holds_more_than_two_versions_whatever_is_slow_or_fails(
     quick = {"mini_batch_size": 4, "mean_tokens": 200.0, "num_steps": 12, "max_staleness_steps": 8}
 
     async def main() -> int:
-        simulation = build_simulation(SimulationSettings(**(quick | {"max_publish_retries": 2} | settings)))
+        simulation = Simulation(SimulationSettings(**(quick | {"max_publish_retries": 2} | settings)))
         simulation.publisher._files._root = tmp_path
         files = Files(tmp_path, failing_sends, failing_loads)
         files.watch(simulation)
