@@ -76,7 +76,7 @@ def settings(trainer: FullyAsyncTrainer) -> Iterator[tuple[str, object]]:
     yield "stream_mini_batch", trainer._train_stage._streams
     yield "publishes_between_batches", trainer._config.publishes_between_batches
     for name in ("admits_whole_batches", "limits_buffered_groups"):
-        yield name, getattr(trainer._run.staleness, f"_{name}")
+        yield name, getattr(trainer._run.staleness, name)
     yield "most groups held", trainer._run.buffer.max_groups
 
 
