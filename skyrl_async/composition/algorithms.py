@@ -84,26 +84,21 @@ def loss_constants(algorithm: AlgorithmConfig) -> LossConstants:
     """Collect the constants of all policy losses."""
     return from_section(
         LossConstants,
-        algorithm,
-        cispo_eps_clip_low=algorithm.cispo.cispo_eps_clip_low,
-        cispo_eps_clip_high=algorithm.cispo.cispo_eps_clip_high,
-        dppo_type=algorithm.dppo.dppo_type.name,
+        *(algorithm, algorithm.cispo, algorithm.dppo, algorithm.clip_cov, algorithm.kl_cov),
         dppo_delta_low=algorithm.dppo.delta_low,
         dppo_delta_high=algorithm.dppo.delta_high,
         sapo_tau_pos=algorithm.sapo.tau_pos,
         sapo_tau_neg=algorithm.sapo.tau_neg,
         clip_cov_ratio=algorithm.clip_cov.clip_ratio,
-        clip_cov_lb=algorithm.clip_cov.clip_cov_lb,
-        clip_cov_ub=algorithm.clip_cov.clip_cov_ub,
-        kl_cov_frac=algorithm.kl_cov.kl_cov_frac,
-        ppo_kl_coef=algorithm.kl_cov.ppo_kl_coef,
     )
 
 
 def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings:
     """Translate ``trainer.algorithm.off_policy_correction`` for the training workers."""
     kind, metric = config.tis_ratio_type, config.sequence_mask_metric
-    return CorrectionSettings(
+    return from_section(
+        CorrectionSettings,
+        config,
         token_tis=config.token_tis_ratio_clip_high if kind is TisRatioType.token else None,
         sequence_tis=config.sequence_tis_ratio_clip_high if kind is TisRatioType.sequence else None,
         token_mask=_bounds(config.token_mask_is_threshold_low, config.token_mask_is_threshold_high),
@@ -112,8 +107,6 @@ def correction_settings(config: OffPolicyCorrectionConfig) -> CorrectionSettings
         else None,
         geometric_mask=(config.geo_mask_low, config.geo_mask_high) if metric is SequenceMaskMetric.geometric else None,
         outlier_mask=_bounds(config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high),
-        opsm_delta=config.opsm_delta,
-        m2_threshold=config.m2_threshold,
     )
 
 

@@ -39,11 +39,6 @@ class Verdict:
     reason: str | None
     """Why the first failing test fails; None if all pass."""
 
-    @property
-    def is_right(self) -> bool:
-        """Whether every test passes."""
-        return self.num_passed == self.num_tests
-
 
 def program_in(text: str) -> str | None:
     """Return the last fenced block of Python in ``text``; None without one. Time is linear in its length."""

@@ -281,7 +281,6 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         settings,
         n_samples_per_prompt=settings.group_size,
         sampling=sampling,
-        on_failed_samples=settings.on_failed_samples,
     )
     evaluation = EvaluationConfig(
         num_prompts=settings.num_eval_prompts,

@@ -104,16 +104,11 @@ def _texts_in(module: ast.Module) -> Iterator[tuple[tuple[str, str], str]]:
                     yield (section.name, name), " ".join(text.split())
 
 
-def from_section(kind: type[T], section: object, **others: Any) -> T:
-    """Make the dataclass ``kind`` from another one, such as plain settings for another process from a section of the configuration.
+def from_section(kind: type[T], *sections: object, **others: Any) -> T:
+    """Make the dataclass ``kind`` from other ones, such as settings for another process from sections of the configuration.
 
-    Fields that ``section`` has by the same name get its values: an enum's name, a list as a tuple. ``others`` are the other fields.
+    Fields that a section has by the same name get its values, a list as a tuple. ``others`` are the other fields.
     """
-    names = [f.name for f in fields(kind) if f.name not in others and hasattr(section, f.name)]  # type: ignore[arg-type]
-    return kind(**{name: _plain(getattr(section, name)) for name in names}, **others)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    return tuple(value) if isinstance(value, list) else value
+    names = {f.name for f in fields(kind) if f.init} - others.keys()  # type: ignore[arg-type]
+    values = {name: getattr(section, name) for section in sections for name in names if hasattr(section, name)}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, **others)

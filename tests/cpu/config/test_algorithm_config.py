@@ -195,7 +195,7 @@ ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
 def test_the_least_horizon_takes_a_fifth_of_an_adaptive_coefficient_in_a_step() -> None:
     config = config_of(KL, ADAPTIVE, "trainer.algorithm.kl_ctrl.horizon=64", "trainer.algorithm.kl_loss_coef=0.05")
-    penalty = make_advantages(config.trainer.algorithm).of_step._penalty
+    penalty = make_advantages(config.trainer.algorithm).of_step.penalty
     assert penalty is not None
     penalty.controller.update(0.0, num_samples=64)
     assert penalty.controller.coefficient == pytest.approx(0.04)
@@ -255,7 +255,7 @@ def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_th
 ) -> None:
     config = config_of(*overrides)
     assert training_settings(config, Path("policy"), 10).kl_estimator == in_the_loss
-    penalty = make_advantages(config.trainer.algorithm).of_step._penalty
+    penalty = make_advantages(config.trainer.algorithm).of_step.penalty
     if in_the_reward is None:
         assert penalty is None
         return
