@@ -230,16 +230,16 @@ def test_programs_are_tested_by_input_and_output_until_the_first_failure() -> No
     verdict = judge_program(DOUBLE, tests)
     assert (verdict.num_passed, verdict.num_tests) == (2, 3)
     assert verdict.reason == r"test 3 ('5\n'): wrote '10\n' instead of '11'"
-    assert judge_program(DOUBLE, CodeTests(function=None, inputs=("1",), outputs=("2",))).is_right
+    assert judge_program(DOUBLE, CodeTests(function=None, inputs=("1",), outputs=("2",))).reason is None
 
 
 def test_functions_are_tested_by_arguments_and_results_of_either_dataset_form() -> None:
     source = "def add(a, b):\n    print('noise')\n    return a + b\n"
     apps = read_tests({"inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [1, 2]], "fn_name": "add"})
-    assert judge_program(source, apps).is_right
+    assert judge_program(source, apps).reason is None
     one = {"input": "1.5\n2", "output": "3.5", "testtype": "functional", "metadata": {"func_name": "add"}}
     method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
-    assert judge_program(method, read_tests([one, one])).is_right
+    assert judge_program(method, read_tests([one, one])).reason is None
     verdict = judge_program(source.replace("+", "-"), read_tests([one]))
     assert verdict.reason == "'add(1.5, 2)' returned -0.5 instead of 3.5"
 
@@ -250,7 +250,7 @@ def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> 
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass A:\n  x: int\ndef f(x): return A(x).x"
     )
-    assert judge_program(modern, tests).is_right
+    assert judge_program(modern, tests).reason is None
     missing, wrong = judge_program("x = 1", tests), judge_program("def f(x): return {x}", tests)
     assert (missing.reason is not None and "NameError" in missing.reason) or "KeyError" in str(missing.reason)
     assert wrong.reason is not None and "TypeError" in wrong.reason
