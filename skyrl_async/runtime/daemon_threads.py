@@ -1,11 +1,16 @@
 """Threads for calls that may never return: such a call blocks neither other calls nor the end of the process.
 
-Sets no limit on the number of calls; callers do.
+Sets no limit on the number of calls; callers do. Directories that such threads delete are here, too.
 """
 
+import asyncio
+import itertools
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -66,3 +71,43 @@ def _settle(future: Future[T], function: Callable[..., T], args: tuple[Any, ...]
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class NumberedDirectories:
+    """Directories below one, which threads delete while the loop goes on: to delete large files takes as long as to write them.
+
+    Args:
+        root: holds the directories; made if missing.
+        thread_name: name of the threads.
+    """
+
+    def __init__(self, root: Path, thread_name: str) -> None:
+        self.root = root
+        self._numbers = itertools.count(1)
+        self._threads = DaemonThreads(thread_name)
+        self._made: list[Path] = []
+        self._deletions: set[asyncio.Future[None]] = set()
+
+    def new(self, name: str) -> Path:
+        """A path of this name and a number, at which nothing exists."""
+        self._made.append(self.root / f"{name}-{next(self._numbers)}")
+        return self._made[-1]
+
+    def delete(self, directory: Path) -> None:
+        """Begin to delete any directory. Cancellations do not stop it."""
+        if directory.exists():
+            delete = partial(shutil.rmtree, directory, ignore_errors=True)
+            deletion = asyncio.get_running_loop().run_in_executor(self._threads, delete)
+            self._deletions.add(deletion)
+            deletion.add_done_callback(self._deletions.discard)
+
+    async def deleted(self) -> None:
+        """Wait until running deletions have ended."""
+        if self._deletions:
+            await asyncio.wait(self._deletions)
+        self._made = [path for path in self._made if path.exists()]
+
+    def close(self) -> None:
+        """Delete what ``new`` has named now, also what a thread has begun to delete. Idempotent."""
+        for directory in self._made:
+            shutil.rmtree(directory, ignore_errors=True)

@@ -20,13 +20,14 @@ from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, 
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.daemon_threads import NumberedDirectories
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import PauseMode, WeightUpdate
 from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, from_files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, what_serves
 from skyrl_async.weight_sync.verifier import WeightVerifier
-from skyrl_async.weight_sync.weight_files import WeightFiles, require_shm_capacity
+from skyrl_async.weight_sync.weight_files import require_shm_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class WeightPublisher:
     _lag: LagMonitor = field(default_factory=LagMonitor, init=False)
 
     def __post_init__(self) -> None:
-        self._files = WeightFiles(self.directory)
+        self._files = NumberedDirectories(self.directory, "weight-files")
         self._updater = EngineWeightUpdater(
             client=self.client, pause_mode=self.pause_mode, trace=self.trace, clock=self.clock
         )
@@ -366,7 +367,8 @@ class WeightPublisher:
 
         Raises ``PublishError`` if there is no room. After any failure none is left.
         """
-        directory = await self._files.new_directory(version)
+        await self._files.deleted()
+        directory = self._files.new(f"{version:06d}")
         try:
             update = await self.policy.send_weights(version, directory, self.bucket_bytes)
         except BaseException as error:

@@ -1,56 +1,9 @@
-"""Directories in shared memory, one per version that is sent: whether the weights fit there, and how they are deleted.
+"""Whether the weights fit into shared memory, as often as a run holds them."""
 
-Deleting takes as long as writing, since the kernel frees memory only about as fast as it is written. Threads do it while the loop goes on.
-"""
-
-import asyncio
-import itertools
 import os
-import shutil
-from functools import partial
 from pathlib import Path
 
 from skyrl_async.errors import ConfigError
-from skyrl_async.runtime.daemon_threads import DaemonThreads
-
-
-class WeightFiles:
-    """Makes and deletes the directories. Those made are gone after ``close``.
-
-    Args:
-        root: holds the directories; made if missing.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._numbers = itertools.count()
-        self._threads = DaemonThreads("weight-files")
-        self._deletions: dict[Path, asyncio.Future[None] | None] = {}
-        """Directory -> its deletion, if that has begun."""
-
-    async def new_directory(self, version: int) -> Path:
-        """A directory for ``version``, not made yet. Waits until deleted ones have freed their memory."""
-        await self.deleted()
-        directory = self._root / f"{version:06d}-{next(self._numbers)}"
-        self._deletions[directory] = None
-        return directory
-
-    def delete(self, directory: Path) -> None:
-        """Begin to delete a directory. Cancellations do not stop it, and ``close`` finishes it."""
-        if directory.exists():
-            delete = partial(shutil.rmtree, directory, ignore_errors=True)
-            self._deletions[directory] = asyncio.get_running_loop().run_in_executor(self._threads, delete)
-
-    async def deleted(self) -> None:
-        """Wait until running deletions have ended."""
-        if running := [deletion for deletion in self._deletions.values() if deletion is not None]:
-            await asyncio.wait(running)
-        self._deletions = {path: deletion for path, deletion in self._deletions.items() if path.exists()}
-
-    def close(self) -> None:
-        """Delete all directories now, also those that a thread has begun to delete. Idempotent."""
-        for directory in self._deletions:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def require_shm_capacity(directory: Path, num_bytes: int, *, double_buffer: bool) -> None:

@@ -1,17 +1,12 @@
-"""What a restart of the policy workers begins with: the calls since the last checkpoint, and checkpoints of the policy alone.
+"""The calls to the policy since the last checkpoint, which a restart of its workers makes again.
 
 Calls are kept pickled, after they succeeded: some 20 bytes per token, a fraction of what the objects take. Knows nothing of workers.
 """
 
-import asyncio
 import pickle
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory
 
@@ -91,34 +86,3 @@ class CallJournal:
     def clear(self) -> None:
         """Drop all calls."""
         self.cut(self._num_dropped + len(self._calls))
-
-
-class RecoveryDirectory:
-    """Checkpoints of the policy alone, written when the journal is full. At most one of them is kept.
-
-    Each is as large as the policy and its optimizer, so that deleting takes long: a thread does it while the loop goes on.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._count = 0
-        self._threads = DaemonThreads("recovery")
-        self.close()
-
-    def next(self) -> Path:
-        """Return a path at which nothing exists."""
-        self._count += 1
-        return self._directory / f"policy-{self._count}"
-
-    def remove(self, *, but: Path | None = None) -> "list[asyncio.Future[None]]":
-        """Begin to delete all checkpoints, ``but`` one."""
-        return [self.delete(path) for path in self._directory.glob("*") if path != but]
-
-    def delete(self, directory: Path) -> "asyncio.Future[None]":
-        """Begin to delete any directory."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._threads, partial(shutil.rmtree, directory, ignore_errors=True))
-
-    def close(self) -> None:
-        """Delete everything; blocks until it is gone."""
-        shutil.rmtree(self._directory, ignore_errors=True)

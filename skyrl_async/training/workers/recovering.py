@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from skyrl_async.errors import (
     WeightsTransferError,
     WorkerDiedError,
 )
+from skyrl_async.runtime.daemon_threads import NumberedDirectories
 from skyrl_async.training.protocol import WAIT_SECONDS, SendingPolicy, SharedWeights
-from skyrl_async.training.workers.journal import CallJournal, RecoveryDirectory
+from skyrl_async.training.workers.journal import CallJournal
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -183,7 +185,8 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         self._lock = asyncio.Lock()
         self._num_calls = 0
         """Calls that run or wait for the lock."""
-        self._own = RecoveryDirectory(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        self._own = NumberedDirectories(directory, "recovery")
         self._base: Path | None = None
         self._journal = CallJournal(max_journal_bytes)
         self._saved_position: int | None = None
@@ -315,7 +318,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         try:
             await super().close()
         finally:
-            self._own.close()
+            shutil.rmtree(self._own.root, ignore_errors=True)
 
     @property
     def _why_not(self) -> str:
@@ -323,7 +326,12 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
     def _begin_at(self, base: Path) -> None:
         self._base, self._saved_position, self._missing_state = base, None, ""
-        self._own.remove(but=base)
+        self._delete_own(but=base)
+
+    def _delete_own(self, *, but: Path | None = None) -> None:
+        for path in self._own.root.glob("*"):
+            if path != but:
+                self._own.delete(path)
 
     async def _save(self, directory: Path) -> int:
         """Save; returns the position of the journal up to which ``directory`` holds everything."""
@@ -332,7 +340,8 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
         async def save(policy: SendingPolicy) -> None:
             if next(attempts):
-                await asyncio.wait([self._own.delete(directory)])  # lost workers have written a part of it
+                self._own.delete(directory)  # lost workers have written a part of it
+                await self._own.deleted()
             await policy.save(directory)
 
         await self._call("save", save)
@@ -340,7 +349,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
     async def _replace_journal(self) -> None:
         """Write a checkpoint of our own and empty the journal. If it cannot be written, go on without restarts."""
-        directory, num_bytes = self._own.next(), self._journal.num_bytes
+        directory, num_bytes = self._own.new("policy"), self._journal.num_bytes
         try:
             position = await self._save(directory)
         except LOST:
@@ -393,6 +402,6 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         done = f"{self._journal.num_steps} steps, {len(self._journal)} calls done again, gradient norms differ by at most {difference:.2g}"
         if self._why_not:  # no restart is left that could need them
             self._journal.clear()
-            if deletions := self._own.remove():
-                await asyncio.wait(deletions)
+            self._delete_own()
+            await self._own.deleted()
         return done

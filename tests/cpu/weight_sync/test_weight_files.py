@@ -144,7 +144,7 @@ def test_a_run_never_holds_more_than_two_versions_whatever_is_slow_or_fails(
 
     async def main() -> int:
         simulation = Simulation(SimulationSettings(**(quick | {"max_publish_retries": 2} | settings)))
-        simulation.publisher._files._root = tmp_path
+        simulation.publisher._files.root = tmp_path
         files = Files(tmp_path, failing_sends, failing_loads)
         files.watch(simulation)
         await simulation.trainer.run()
