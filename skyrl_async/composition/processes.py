@@ -26,8 +26,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife
-from skyrl_async.inference.fleet import Fleet
-from skyrl_async.inference.front_end_notifier import FrontEndPool
+from skyrl_async.inference.fleet import Fleet, FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.runtime.device_leases import DeviceGroup

@@ -27,8 +27,7 @@ from skyrl_async.training.protocol import Policy, SendingPolicy
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast, from_devices, from_files_alone
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.publisher import Follower, WeightPublisher
-from skyrl_async.weight_sync.weight_files import require_shm_capacity
+from skyrl_async.weight_sync.publisher import Follower, WeightPublisher, require_shm_capacity
 
 _PREFIX = "skyrl_async-"
 

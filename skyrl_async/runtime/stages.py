@@ -238,15 +238,10 @@ class Lane:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._state = StageState.IDLE
+        self.state = StageState.IDLE
         self._is_counted = False
         self.item = ""
         """Item in the lane."""
-
-    @property
-    def state(self) -> StageState:
-        """State of the lane."""
-        return self._state
 
     def wait_for_input(self, item: str = "") -> None:
         """Wait for the next item; or, with ``item``, let that item wait for devices that others use."""
@@ -262,7 +257,7 @@ class Lane:
     @contextmanager
     def processing(self, item: str) -> Iterator[None]:
         """Work on an item inside, and wait for the next one after that; an error leaves the lane at the item."""
-        if self._state is _S.IDLE:
+        if self.state is _S.IDLE:
             self.wait_for_input()
         self.process(item)
         yield
@@ -274,16 +269,16 @@ class Lane:
 
     def leave(self) -> None:
         """End the lane in any state. Idempotent."""
-        before, self._state = self._state, StageState.DONE
+        before, self.state = self.state, StageState.DONE
         if before is not StageState.DONE:
             self._stage._moved(self, before, StageState.DONE)
 
     def _move(self, state: StageState, item: str) -> None:
-        stays = state is self._state and (state is _S.PROCESSING or (state is _S.WAITING_FOR_INPUT and item != ""))
-        if state not in _NEXT[self._state] and not stays:
-            raise StageError(f"stage {self._stage.name} cannot go from {self._state.value!r} to {state.value!r}")
+        stays = state is self.state and (state is _S.PROCESSING or (state is _S.WAITING_FOR_INPUT and item != ""))
+        if state not in _NEXT[self.state] and not stays:
+            raise StageError(f"stage {self._stage.name} cannot go from {self.state.value!r} to {state.value!r}")
         self._stage._raise_if(StageState.DONE)
-        before, self._state, self.item = self._state, state, item
+        before, self.state, self.item = self.state, state, item
         self._stage._moved(self, before, state)
 
 
@@ -359,7 +354,7 @@ async def run_stage(
     stage: Stage,
     inputs: Channel[A],
     work: Callable[[A], Awaitable[B]],
-    output: Callable[[B], Awaitable[None]],
+    output: Callable[[B], Awaitable[None]] | None = None,
     *,
     name_of: Callable[[A], str] = str,
     finishes: bool = True,
@@ -367,8 +362,8 @@ async def run_stage(
 ) -> None:
     """Work on one item after another until the inputs end; the stage is done then, if it ``finishes``.
 
-    Consumes ``inputs``; produces to ``output``, which waits while it is full; unblocked by both. What ``work`` raises fails the stage and
-    is raised.
+    Consumes ``inputs``; produces to ``output``, if any, which waits while it is full; unblocked by both. What ``work`` raises fails the
+    stage and is raised.
 
     With ``lease_devices``, an item and those that arrive meanwhile are processed under one lease; until it begins, the item is shown as
     waiting. The stage must then be the only consumer, and the output must have space for all of them: nothing may be waited for under a
@@ -380,7 +375,8 @@ async def run_stage(
             lane.process(name_of(item))
             result = await work(item)
             lane.wait_for_output()
-            await output(result)
+            if output is not None:
+                await output(result)
             inputs.item_done()
             lane.wait_for_input()
 

@@ -207,11 +207,8 @@ class Validation:
                 return  # the version served now is the last one: it is evaluated anyway
             await self._evaluate(self._config.num_prompts_while_training)
 
-        async def logged(_: None) -> None:
-            pass
-
         stage = self._run.board.stage("validation")
-        await run_stage(stage, self._versions, evaluate, logged, name_of=lambda _: self._item, finishes=False)
+        await run_stage(stage, self._versions, evaluate, name_of=lambda _: self._item, finishes=False)
 
     async def release_version(self) -> None:
         """Wait until another version may be loaded. Unblocked by the end of an evaluation that pins its version."""

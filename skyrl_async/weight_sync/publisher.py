@@ -9,6 +9,7 @@ one after another: ``trainer.step_gate`` says when the policy may change, and no
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from skyrl_async.errors import EngineDeadError, PublishError, WeightsLostError, WeightsWriteError
+from skyrl_async.errors import ConfigError, EngineDeadError, PublishError, WeightsLostError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
@@ -27,7 +28,6 @@ from skyrl_async.weight_sync.broadcast import ShareWeights, WeightBroadcast, fro
 from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater, what_serves
 from skyrl_async.weight_sync.verifier import WeightVerifier
-from skyrl_async.weight_sync.weight_files import require_shm_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -392,6 +392,36 @@ class WeightPublisher:
     def close(self) -> None:
         """Delete all buckets now, also those that a thread has begun to delete. Idempotent."""
         self._files.close()
+
+
+def require_shm_capacity(directory: Path, num_bytes: int, *, double_buffer: bool) -> None:
+    """Raise ``ConfigError``, with the sizes and what to set, unless the versions held fit into the file system of ``directory``.
+
+    With a double buffer these are two: the version served, which an engine that joins or rolls back loads, and the next one. A run sends no
+    version before the one before it is loaded.
+
+    Args:
+        directory: where versions are written; it may not exist yet.
+        num_bytes: size of one version.
+        double_buffer: whether two are held.
+    """
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    status = os.statvfs(place)
+    num_free = status.f_bavail * status.f_frsize
+    num_versions = 1 + double_buffer
+    if num_versions * num_bytes <= num_free:
+        return
+    needed, free, one = (f"{size / 2**20:,.0f} MiB" for size in (num_versions * num_bytes, num_free, num_bytes))
+    found = f"{needed} are needed in {place}, {free} are free"
+    advice = "make room there (a container's --shm-size), or publish smaller weights (policy.dtype=bfloat16)"
+    if double_buffer:
+        raise ConfigError(
+            f"weight_sync.double_buffer must be false, got true: {num_versions} versions of the weights do not fit ({found}); "
+            f"with false {one} do, or {advice}"
+        )
+    raise ConfigError(
+        f"the weights do not fit into shared memory, even with weight_sync.double_buffer=false: {found}; {advice}"
+    )
 
 
 async def _raise(engine: InferenceEngine, death: EngineDeadError) -> None:

@@ -25,10 +25,10 @@ from transformers.generation import (
 )
 from transformers.utils import logging as transformers_logging
 
-from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
+from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation import OpenCalls, merged
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
-from skyrl_async.inference.protocol import pause_then_load
+from skyrl_async.inference.protocol import CutOff, pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters
 from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import (
@@ -78,7 +78,7 @@ class DeterministicEngine:
         """Longest prompt plus answer in tokens."""
         self._seconds_per_token = seconds_per_token
         self._pause_mode: PauseMode | None = None
-        self._is_dead = False
+        self._cut_off = CutOff()
         self._changes = Changes()
         self._calls = OpenCalls()
 
@@ -133,14 +133,14 @@ class DeterministicEngine:
         """
 
         def is_leaving() -> bool:
-            return self._is_dead or self._calls.is_evicted(request_id)
+            return self._cut_off.reason is not None or self._calls.is_evicted(request_id)
 
         until = asyncio.get_running_loop().time() + self._seconds_per_token
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changes.until(is_leaving)
         await self._changes.until(lambda: self._pause_mode is None or is_leaving())
-        self._raise_if_dead()
+        self._cut_off.check()
         return not self._calls.is_evicted(request_id)
 
     def _finish_reason(self, request: EngineRequest, sequence: "_Sequence", token: int) -> FinishReason | None:
@@ -154,12 +154,12 @@ class DeterministicEngine:
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """``InferenceEngine.partial_outputs``."""
-        self._raise_if_dead()
+        self._cut_off.check()
         return self._calls.partial_outputs(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
         """``InferenceEngine.pause``. Sampling a token awaits nothing, so none is half done."""
-        self._raise_if_dead()
+        self._cut_off.check()
         if mode is PauseMode.ABORT and self._pause_mode is not mode:
             self._calls.evict()
         self._pause_mode = mode
@@ -167,17 +167,17 @@ class DeterministicEngine:
 
     async def resume(self) -> None:
         """``InferenceEngine.resume``."""
-        self._raise_if_dead()
+        self._cut_off.check()
         self._pause_mode = None
         self._changes.notify()
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Nothing to prepare: loading takes no time on the event loop's clock."""
-        self._raise_if_dead()
+        self._cut_off.check()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``; adapters are merged into the weights."""
-        self._raise_if_dead()
+        self._cut_off.check()
         if self._pause_mode is None:
             raise PublishError(f"engine {self.name} is not paused; pause it before loading weights {update.version}")
         self._validator.check(update)
@@ -198,12 +198,12 @@ class DeterministicEngine:
 
     async def version(self) -> int:
         """``InferenceEngine.version``."""
-        self._raise_if_dead()
+        self._cut_off.check()
         return self._version
 
     async def checksum(self) -> str:
         """``InferenceEngine.checksum``: SHA-256 over names and bytes of the parameters."""
-        self._raise_if_dead()
+        self._cut_off.check()
         digest = hashlib.sha256()
         for name, parameter in sorted(self._model.named_parameters()):
             digest.update(name.encode())
@@ -212,22 +212,18 @@ class DeterministicEngine:
 
     async def ping(self) -> None:
         """``InferenceEngine.ping``."""
-        self._raise_if_dead()
+        self._cut_off.check()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``; every request that it takes can go on elsewhere."""
-        self._raise_if_dead()
+        self._cut_off.check()
         self._calls.evict(request_ids)
         self._changes.notify()
 
     async def close(self) -> None:
         """``InferenceEngine.close``. Requests in flight raise ``EngineDeadError``."""
-        self._is_dead = True
+        self._cut_off.cut(f"engine {self.name} is gone: closed")
         self._changes.notify()
-
-    def _raise_if_dead(self) -> None:
-        if self._is_dead:
-            raise EngineDeadError(f"engine {self.name} is gone: closed")
 
 
 class _Sequence:

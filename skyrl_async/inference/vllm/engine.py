@@ -51,6 +51,10 @@ class VLLMEngine:
     """An ``InferenceEngine`` around vLLM's own ``AsyncLLM``. Use ``await VLLMEngine.start(config)``."""
 
     def __init__(self, config: VLLMEngineConfig, llm: "AsyncLLM") -> None:
+        self.name = config.name
+        """Name from the config."""
+        self.max_model_len = int(llm.model_config.max_model_len)
+        """Longest prompt plus answer in tokens."""
         self._config = config
         self._llm = llm
         self._stop_token_ids = list(eos_token_ids(config.policy_dir))
@@ -89,16 +93,6 @@ class VLLMEngine:
         if self._adapter is not None:
             await self._control("make room for an adapter", self._adapter.open)
         return self
-
-    @property
-    def name(self) -> str:
-        """Name from the config."""
-        return self._config.name
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus answer in tokens."""
-        return int(self._llm.model_config.max_model_len)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""

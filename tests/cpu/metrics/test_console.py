@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Output
 
-from skyrl_async.inference.front_end_notifier import Outage
+from skyrl_async.inference.fleet import Outage
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging

@@ -213,7 +213,7 @@ def test_a_checkpoint_just_written_is_not_written_again(tmp_path: Path) -> None:
                 stop.request(10.0)
                 await super().save(directory)
 
-        simulation.trainer._saver._policy = StopsWhileSaving()
+        simulation.trainer._saver.policy = StopsWhileSaving()
         await simulation.trainer.run()
         assert simulation.trainer.served_version == 1
 
@@ -269,7 +269,7 @@ class NoRoomPolicy(ModelledPolicy):
 def run_with(policy: ModelledPolicy, settings: SimulationSettings, directory: Path) -> Simulation:
     async def main() -> Simulation:
         simulation = Simulation(settings, checkpoint_dir=directory)
-        simulation.trainer._saver._policy = policy
+        simulation.trainer._saver.policy = policy
         await simulation.trainer.run()
         return simulation
 

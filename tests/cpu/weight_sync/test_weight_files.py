@@ -20,8 +20,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weight_sync.publisher import Lag, LagMonitor
-from skyrl_async.weight_sync.weight_files import require_shm_capacity
+from skyrl_async.weight_sync.publisher import Lag, LagMonitor, require_shm_capacity
 
 
 def test_engines_lag_by_the_steps_they_do_not_serve_since_the_first_of_them_was_completed() -> None:
