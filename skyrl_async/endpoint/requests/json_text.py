@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
 
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, text_length
-
 T = TypeVar("T")
 
 MAX_VALUES, MAX_CONTAINERS = 1_000_000, 20_000
 """Most numbers and strings, and most lists and objects, in a body. The ids of a context of a million tokens fit."""
+MANY_VALUES = 4096
+"""Values that are written in some two milliseconds."""
 LONG_LIST = 512
 """Values, each with some twenty others in it at most, that are written within ten milliseconds."""
 _FEW_VALUES = 20_000
@@ -60,10 +60,20 @@ def json_bytes_stepwise(content: Any, errors: str = "backslashreplace") -> bytes
 
 
 async def encode_json(content: Any) -> bytes:
-    """``json_bytes``, in a thread if there is much to write."""
-    if text_length(content) <= LONG_TEXT:
+    """``json_bytes``, in a thread if there are many values."""
+    if _num_values(content) <= MANY_VALUES:
         return json_bytes(content)
     return await asyncio.to_thread(json_bytes_stepwise, content)
+
+
+def _num_values(content: Any) -> int:
+    """About how many values there are, taking those of a list to be alike: a stream's every event is counted, in a microsecond."""
+    match content:
+        case dict():
+            return sum(map(_num_values, content.values()))
+        case [first, *_]:
+            return len(content) * _num_values(first)
+    return 1
 
 
 def parse_stepwise(text: str) -> Any:
