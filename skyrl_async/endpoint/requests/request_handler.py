@@ -60,7 +60,6 @@ class Serving:
     Args:
         sessions: the endpoint's sessions, and how they are treated.
         server: the policy's name in replies, and how many generations run at once.
-        keepalive_interval_s: silence after which a stream sends a comment, > 0.
         on_session_end: called with the id of a session that is closed, once or more often.
     """
 
@@ -71,8 +70,6 @@ class Serving:
         parser: AnswerParser,
         sessions: SessionStore,
         server: ServerConfig,
-        *,
-        keepalive_interval_s: float,
         on_session_end: Callable[[str], None],
     ) -> None:
         self.sampler = sampler
@@ -82,7 +79,6 @@ class Serving:
         self.long_work = LongWork()
         self._parser = parser
         self._limit = asyncio.Semaphore(server.max_concurrent_requests)
-        self._keepalive_interval_s = keepalive_interval_s
         self._on_session_end = on_session_end
         self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
@@ -95,14 +91,14 @@ class Serving:
         session = session_of(request.scope)
         if session is None:
             produce = self._produce(request, self._context(None, self._limit), make_call, style)
-            return self._deliver(SharedRequest(produce), style)
+            return Delivery(SharedRequest(produce), style)
         identity = identity_of(request)
         requests = self._by_session.setdefault(session, SessionRequests(session.limits.max_concurrent_requests))
         requests.require_same_body(identity)
         replay = requests.replay(identity)
         if replay is not None:  # before caps are looked at: nothing is sampled
             self._counts["replays"] += 1
-            return self._deliver(SharedRequest(replay), style)
+            return Delivery(SharedRequest(replay), style)
         session.begin_request(self.sessions.clock())
         shared = requests.join(identity)
         if shared is not None:
@@ -112,7 +108,7 @@ class Serving:
             context = self._context(session, requests.limit, self._limit)
             produce = self._produce(request, context, make_call, style)
             shared = requests.begin(identity, produce, context.commit_turns)
-        return self._deliver(shared, style, lambda: session.end_request(self.sessions.clock()))
+        return Delivery(shared, style, lambda: session.end_request(self.sessions.clock()))
 
     def end_session(self, session: Session) -> None:
         """Cancel the session's requests in flight; their clients are told that it is closed."""
@@ -125,11 +121,6 @@ class Serving:
     def statistics(self) -> dict[str, float]:
         """Resends answered by a replay, and resends that joined a request in flight."""
         return {f"{name}_total": float(count) for name, count in self._counts.items()}
-
-    def _deliver(
-        self, shared: SharedRequest, style: EventStyle | None, on_closed: Callable[[], None] = lambda: None
-    ) -> Response:
-        return Delivery(shared, style=style, keepalive_interval_s=self._keepalive_interval_s, on_closed=on_closed)
 
     def _context(self, session: Session | None, *limits: asyncio.Semaphore) -> GenerationContext:
         return GenerationContext(

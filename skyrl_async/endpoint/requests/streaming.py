@@ -19,6 +19,8 @@ from skyrl_async.runtime.tasks import task_group
 
 T = TypeVar("T")
 
+KEEPALIVE_INTERVAL_S = 4.0
+"""Silence after which a stream sends a comment."""
 _KEEPALIVE = b": keepalive\n\n"
 _DONE = b"data: [DONE]\n\n"
 
@@ -54,7 +56,6 @@ class Delivery(Response):
 
     Args:
         style: how events are written; None sends one JSON body.
-        keepalive_interval_s: silence after which a stream sends a comment, > 0.
         on_closed: called once, when the client has its answer or has disconnected.
 
     A failure before the first byte becomes an error body; in mid-stream it becomes an error event and ends the stream. The first byte of a
@@ -62,19 +63,13 @@ class Delivery(Response):
     """
 
     def __init__(
-        self,
-        shared: SharedRequest,
-        *,
-        style: EventStyle | None,
-        keepalive_interval_s: float,
-        on_closed: Callable[[], None] = lambda: None,
+        self, shared: SharedRequest, style: EventStyle | None, on_closed: Callable[[], None] = lambda: None
     ) -> None:
         self.status_code = 200
         self.background = None
         self.media_type = "application/json" if style is None else "text/event-stream"
         self._shared = shared
         self._style = style
-        self._keepalive_interval_s = keepalive_interval_s
         self._on_closed = on_closed
         self.init_headers({} if style is None else {"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -104,7 +99,7 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send, style: EventStyle) -> None:
-        events = await self._shared.events(0, self._keepalive_interval_s)
+        events = await self._shared.events(0, KEEPALIVE_INTERVAL_S)
         if not events and self._shared.has_failed:
             await self._send_body(scope, receive, send)
             return
@@ -114,7 +109,7 @@ class Delivery(Response):
             num_sent += len(events)
             block = await _event_bytes(events, style) if events else _KEEPALIVE
             await send({"type": "http.response.body", "body": block, "more_body": True})
-            events = await self._shared.events(num_sent, self._keepalive_interval_s)
+            events = await self._shared.events(num_sent, KEEPALIVE_INTERVAL_S)
         await self._send_end(send, style)
 
     async def _send_end(self, send: Send, style: EventStyle) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
-from starlette.routing import Route
 
 from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.requests.generation import (
@@ -25,7 +24,6 @@ from skyrl_async.endpoint.routes.surface import (
     Written,
     chat_logprobs,
     extra_fields,
-    sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
 
@@ -110,8 +108,3 @@ def _delta(parts: AnswerParts) -> dict[str, Any]:
     if parts.tool_calls:
         delta["tool_calls"] = [chat_tool_call(call) for call in parts.tool_calls]
     return delta
-
-
-def routes(serving: Serving) -> list[Route]:
-    """The route of chat completions."""
-    return [sampling_route(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall)]

@@ -8,17 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, model_validator
-from starlette.routing import Route
 
 from skyrl_async.endpoint.requests.fields import refused
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
-from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import Checked, Label, SamplingFields, format_of
 from skyrl_async.endpoint.routes.surface import (
     ChoicesCall,
     Written,
     completion_logprobs,
-    sampling_route,
 )
 from skyrl_async.types import Completion, CompletionDelta
 
@@ -92,8 +89,3 @@ class CompletionCall(ChoicesCall[CompletionRequest]):
 
     def _echo(self, plan: Planned) -> str:
         return self._renderer.decode(plan.prompt_token_ids) if self._body.echo else ""
-
-
-def routes(serving: Serving) -> list[Route]:
-    """The route of text completions."""
-    return [sampling_route(serving, "/v1/completions", CompletionRequest, CompletionCall)]

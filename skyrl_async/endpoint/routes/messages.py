@@ -28,7 +28,6 @@ from skyrl_async.endpoint.requests.fields import (
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.schema import (
     Checked,
     SamplingFields,
@@ -37,7 +36,7 @@ from skyrl_async.endpoint.routes.schema import (
     assistant_message,
     format_of,
 )
-from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance, sampling_route
+from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance
 from skyrl_async.types import Message
 
 _RAW_ARGUMENTS = "__raw_arguments__"
@@ -288,8 +287,8 @@ def _text_block(kind: str, text: str, signature: str = "") -> dict[str, Any]:
     return {"type": kind, kind: text} | ({"signature": signature} if kind == "thinking" else {})
 
 
-def routes(serving: Serving) -> list[Route]:
-    """The routes of Anthropic's Messages API."""
+def count_tokens_route(serving: Serving) -> Route:
+    """The route that counts a prompt's tokens."""
 
     async def count_tokens(request: Request) -> Response:
         body = checked_body(request, Conversation)
@@ -301,7 +300,4 @@ def routes(serving: Serving) -> list[Route]:
 
         return await serving.tokenize(request, (messages, tools), count)
 
-    return [
-        sampling_route(serving, "/v1/messages", MessagesRequest, MessagesCall, style=EventStyle.named),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-    ]
+    return Route("/v1/messages/count_tokens", count_tokens, methods=["POST"])

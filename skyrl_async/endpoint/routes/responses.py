@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field
-from starlette.routing import Route
 
 from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import (
@@ -27,9 +26,8 @@ from skyrl_async.endpoint.requests.fields import (
 )
 from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, Planned
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, ToolFields, assistant_message, format_of
-from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance, sampling_route
+from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance
 from skyrl_async.types import Completion, CompletionDelta, Message
 
 _INPUT_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
@@ -311,8 +309,3 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
     def _event(self, kind: str, **fields: Any) -> None:
         self._emit({"type": f"response.{kind}", "sequence_number": self._num_events, **fields})
         self._num_events += 1
-
-
-def routes(serving: Serving) -> list[Route]:
-    """The route of OpenAI's Responses API."""
-    return [sampling_route(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named)]

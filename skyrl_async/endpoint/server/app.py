@@ -1,9 +1,9 @@
-"""The endpoint's application: one router per surface, behind the checks of keys and bodies.
+"""The endpoint's application: one route per surface, behind the checks of keys and bodies.
 
     KeyGuard ──> BodyLimit ──> chat · completions · responses · messages ──> Serving ──> Planner ──> sampler
                           └──> sessions (controller only) · models · tokenize · health · metrics
 
-A further surface is a module with ``routes`` and one word in ``create_app``.
+A further surface is a module with a body and a call, and one line in ``create_app``.
 """
 
 import time
@@ -19,15 +19,14 @@ from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.requests.errors import ERROR_HANDLERS
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
 from skyrl_async.endpoint.requests.request_handler import Serving
-from skyrl_async.endpoint.routes import (
-    chat_completions,
-    completions,
-    messages,
-    operations,
-    responses,
-    sessions,
-)
+from skyrl_async.endpoint.requests.streaming import EventStyle
+from skyrl_async.endpoint.routes import operations, sessions
+from skyrl_async.endpoint.routes.chat_completions import ChatCall, ChatCompletionRequest
+from skyrl_async.endpoint.routes.completions import CompletionCall, CompletionRequest
+from skyrl_async.endpoint.routes.messages import MessagesCall, MessagesRequest, count_tokens_route
 from skyrl_async.endpoint.routes.operations import Statistics
+from skyrl_async.endpoint.routes.responses import ResponsesCall, ResponsesRequest
+from skyrl_async.endpoint.routes.surface import sampling_route
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.endpoint.sessions.store import SessionStore
 from skyrl_async.rollout.sampler import Sampler
@@ -43,7 +42,6 @@ def create_app(
     parser: AnswerParser | None = None,
     session_settings: SessionSettings | None = None,
     statistics: Statistics = dict,
-    keepalive_interval_s: float = 4.0,
     clock: Callable[[], float] = time.monotonic,
     on_session_end: Callable[[str], None] = lambda _: None,
 ) -> Starlette:
@@ -55,28 +53,26 @@ def create_app(
         controller_keys: Bearer keys that also make, reward and export sessions.
         parser: Finds reasoning and tool calls; None chooses it by the chat template.
         statistics: Figures for ``/metrics``.
-        keepalive_interval_s: Silence after which a stream sends a comment, > 0.
         clock: Seconds, for the lifetimes of sessions.
         on_session_end: Called with the id of a session that is closed, once or more often; the sampler knows its requests by that id.
     """
     server = server or ServerConfig()
     store = SessionStore(session_settings or SessionSettings(), clock=clock)
-    serving = Serving(
-        sampler,
-        renderer,
-        parser or AnswerParser.of(renderer.tokenizer),
-        store,
-        server,
-        keepalive_interval_s=keepalive_interval_s,
-        on_session_end=on_session_end,
-    )
+    parser = parser or AnswerParser.of(renderer.tokenizer)
+    serving = Serving(sampler, renderer, parser, store, server, on_session_end)
 
     def figures() -> Mapping[str, float]:
         return {**statistics(), **store.statistics(), **serving.statistics()}
 
-    surfaces = (chat_completions, completions, responses, messages, sessions)
-    routes = [route for surface in surfaces for route in surface.routes(serving)]
-    routes += operations.routes(serving, figures, created=int(time.time()))
+    routes = [
+        sampling_route(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall),
+        sampling_route(serving, "/v1/completions", CompletionRequest, CompletionCall),
+        sampling_route(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named),
+        sampling_route(serving, "/v1/messages", MessagesRequest, MessagesCall, style=EventStyle.named),
+        count_tokens_route(serving),
+        *sessions.routes(serving),
+        *operations.routes(serving, figures, created=int(time.time())),
+    ]
     guards = [
         Middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store),
         Middleware(BodyLimit, server=server, max_model_len=sampler.max_model_len, long_work=serving.long_work),

@@ -157,7 +157,6 @@ class RequestMachine(RuleBasedStateMachine):
             parser=NO_PARSER,
             server=ServerConfig(max_concurrent_requests=MAX_CONCURRENT),
             session_settings=SessionSettings(limits=SessionLimits(max_concurrent_requests=2)),
-            keepalive_interval_s=1e6,
         )
         self.serving = self.app.state.serving
         self.clients: list[Client] = []

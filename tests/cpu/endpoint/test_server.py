@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from skyrl_async.config.schema.server import ServerConfig
+from skyrl_async.endpoint.requests import streaming
 from skyrl_async.endpoint.routes.operations import prometheus_text
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
@@ -364,10 +365,11 @@ async def test_a_failure_in_mid_stream_becomes_an_error_event(caplog: pytest.Log
     assert "a secret" in caplog.text
 
 
-async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
+async def test_a_silent_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_INTERVAL_S", 0.01)
     sampler = HeldSampler(is_held=True)
     async with (
-        endpoint(sampler, keepalive_interval_s=0.01) as running,
+        endpoint(sampler) as running,
         running.http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as response,
     ):
         lines = []

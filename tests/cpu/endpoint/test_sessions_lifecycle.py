@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_async.config.schema.server import ServerConfig
+from skyrl_async.endpoint.requests import streaming
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
@@ -473,9 +474,12 @@ async def test_requests_beyond_a_limit_wait_in_line_and_are_answered(sampler: He
     assert sorted(content(reply) for reply in replies) == list("abcdefgh")
 
 
-async def test_a_held_stream_of_a_session_is_kept_alive_by_comments(sampler: HeldSampler) -> None:
+async def test_a_held_stream_of_a_session_is_kept_alive_by_comments(
+    sampler: HeldSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_INTERVAL_S", 0.01)
     sampler.is_held = True
-    async with endpoint(sampler, keepalive_interval_s=0.01) as served:
+    async with endpoint(sampler) as served:
         session = await served.begin()
         lines = []
         async with session.http.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
