@@ -104,18 +104,15 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
 
     def _arguments(self, request: TurnRequest) -> dict[str, Any]:
         sampling = request.sampling
-        optional = {
-            "prefix_token_ids": request.context_token_ids or None,
-            "max_total_tokens": request.max_total_tokens,
-        }
         extensions = {
             "return_token_ids": True,
+            "prefix_token_ids": request.context_token_ids or None,
+            "max_total_tokens": request.max_total_tokens,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "ignore_eos": sampling.ignore_eos,
             "session_id": request.session_id,
             "priority": request.priority,
-            **{name: value for name, value in optional.items() if value is not None},
         }
         return {
             "model": self._model,

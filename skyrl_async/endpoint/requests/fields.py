@@ -109,17 +109,6 @@ def ignored_note(ignored: Sequence[str]) -> str:
     return f"; ignored, because only functions can be called here: {', '.join(ignored)}" if ignored else ""
 
 
-def checked_choice(choice: str, tools: Sequence[Tool], ignored: Sequence[str] = ()) -> str:
-    """``choice`` (``auto``, ``none``, ``required`` or a name) if ``tools`` can satisfy it; ``ApiError`` otherwise."""
-    names = [tool["function"]["name"] for tool in tools]
-    if choice == "required" and not names:
-        raise refused("tool_choice", f"asks for a call, but tools holds no function{ignored_note(ignored)}")
-    if choice not in ("auto", "none", "required", *names):
-        message = f"names the function {choice!r}, which is not among the tools {names}{ignored_note(ignored)}"
-        raise refused("tool_choice", message)
-    return choice
-
-
 def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
 

@@ -39,8 +39,7 @@ _SESSION = "skyrl_async.session"
 
 def session_of(scope: Scope) -> Session | None:
     """The session whose key a request came with; None for any other key."""
-    session: Session | None = scope.get(_SESSION)
-    return session
+    return scope.get(_SESSION)
 
 
 class KeyGuard:
@@ -194,8 +193,7 @@ class RequestBody:
 
 def body_of(scope: Scope) -> RequestBody:
     """The body of a request."""
-    body: RequestBody = scope[_BODY]
-    return body
+    return scope[_BODY]
 
 
 def checked_body(request: Request, kind: type[M]) -> M:

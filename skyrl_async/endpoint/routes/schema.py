@@ -13,7 +13,6 @@ from skyrl_async.chat import Tool
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
     chat_tool,
-    checked_choice,
     ignored_note,
     name_at,
     object_at,
@@ -246,8 +245,13 @@ class ToolFields(Body):
 
     def tool_fields(self) -> dict[str, Any]:
         """The fields of ``GenerationRequest`` about tools; ``ApiError`` if the tools cannot satisfy the choice."""
-        tools = self.chat_tools()
-        return {"tools": tools or None, "tool_choice": checked_choice(self.choice(), tools, self.ignored_tools)}
+        tools, choice, note = self.chat_tools(), self.choice(), ignored_note(self.ignored_tools)
+        names = [tool["function"]["name"] for tool in tools]
+        if choice == "required" and not names:
+            raise refused("tool_choice", f"asks for a call, but tools holds no function{note}")
+        if choice not in ("auto", "none", "required", *names):
+            raise refused("tool_choice", f"names the function {choice!r}, which is not among the tools {names}{note}")
+        return {"tools": tools or None, "tool_choice": choice}
 
     def _type(self, tool: Mapping[str, Any]) -> Any:
         return tool.get("type") or self.served_tools

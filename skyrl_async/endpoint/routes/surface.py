@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
@@ -328,10 +329,7 @@ def completion_logprobs(
     block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """``logprobs`` of a text completion's choice or chunk; ``offset``: characters before its text."""
-    offsets = []
-    for token_id in block.token_ids:
-        offsets.append(offset)
-        offset += len(_token(token_id, renderer, False))
+    lengths = [len(_token(i, renderer, False)) for i in block.token_ids]
     likeliest = [
         {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
         for position in block.top_logprobs
@@ -340,5 +338,5 @@ def completion_logprobs(
         "tokens": [_token(i, renderer, as_ids) for i in block.token_ids],
         "token_logprobs": block.logprobs,
         "top_logprobs": likeliest or None,
-        "text_offset": offsets,
+        "text_offset": list(accumulate(lengths[:-1], initial=offset)) if lengths else [],
     }

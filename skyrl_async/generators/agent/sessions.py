@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _CALL_TIMEOUT_S = 60.0
 _NUM_CONNECT_RETRIES = 2
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 _HURRIED_RELEASE_S = 1.0
 """Most seconds for deleting a session after a cancellation or an outage; otherwise the session expires."""
 
@@ -116,13 +117,8 @@ class SessionPool:
             await session._release(is_hurried=is_hurried)
 
     async def _create(self, sampling: SamplingParams | None, priority: int, label: str | None) -> "AgentSession":
-        body: dict[str, Any] = {"priority": priority}
-        if label is not None:
-            body["label"] = label
-        if sampling is not None:
-            body["sampling"] = {
-                name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-            }
+        asked = None if sampling is None else {name: getattr(sampling, name) for name in _SAMPLING}
+        body = {"priority": priority, "label": label, "sampling": asked}
         first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
