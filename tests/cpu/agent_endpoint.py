@@ -145,7 +145,7 @@ def _rows(session: StandInSession) -> list[dict[str, Any]]:
     text = "".join(session.replies)
     if not text:
         return []
-    is_abandoned = session.finish["is_abandoned"]
+    is_abandoned = session.finish.get("is_abandoned", False)
     versions = [-1] * len(text) if is_abandoned else [3] + [4] * (len(text) - 1)
     return [
         {
@@ -161,7 +161,7 @@ def _rows(session: StandInSession) -> list[dict[str, Any]]:
             "weight": 1.0,
             "num_turns": len(session.replies),
             "num_aborts": 2,
-            "is_truncated": session.finish["is_truncated"],
+            "is_truncated": session.finish.get("is_truncated", False),
             "is_abandoned": is_abandoned,
             "metrics": session.finish["metrics"],
         }

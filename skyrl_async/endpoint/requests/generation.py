@@ -70,10 +70,6 @@ class AnswerBlock:
     answer: Answer | None
     """All blocks joined; set in the last block only."""
 
-    @property
-    def finish_reason(self) -> str | None:
-        return None if self.answer is None else self.answer.finish_reason
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationContext:

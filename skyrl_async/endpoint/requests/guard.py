@@ -32,7 +32,6 @@ from skyrl_async.endpoint.sessions.store import SessionStore, front_end_of, key_
 
 M = TypeVar("M", bound=BaseModel)
 
-_OPEN_PATHS = ("/health",)
 _SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
 _SESSION = "skyrl_async.session"
 
@@ -63,7 +62,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in _OPEN_PATHS:
+        if path == "/health":
             await self._app(scope, receive, send)
             return
         session, is_controller = self._sender(presented_key(Headers(scope=scope)))

@@ -66,7 +66,6 @@ class Delivery(Response):
         self, shared: SharedRequest, style: EventStyle | None, on_closed: Callable[[], None] = lambda: None
     ) -> None:
         self.status_code = 200
-        self.background = None
         self.media_type = "application/json" if style is None else "text/event-stream"
         self._shared = shared
         self._style = style

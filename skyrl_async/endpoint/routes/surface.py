@@ -104,7 +104,8 @@ class ChoicesCall(ABC, Generic[B]):
     def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
         """The chunks for one block of a choice."""
         own = self.piece(plan, block, written)
-        return [self.chunk(self._choice(index, own, block.delta, block.finish_reason, written.num_characters))]
+        finish_reason = None if block.answer is None else block.answer.finish_reason
+        return [self.chunk(self._choice(index, own, block.delta, finish_reason, written.num_characters))]
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer."""

@@ -169,22 +169,16 @@ class AgentSession:
         """
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward}")
-        return await self._finish(reward, metrics, is_truncated=is_truncated, is_abandoned=False)
+        return await self._finish(reward, metrics, is_truncated=is_truncated)
 
     async def abandon(self, *, metrics: Mapping[str, float] | None = None) -> tuple[Trajectory, ...]:
         """Close the session without a reward; returns its rows, all masked."""
-        return await self._finish(0.0, metrics, is_truncated=False, is_abandoned=True)
+        return await self._finish(0.0, metrics, is_abandoned=True)
 
-    async def _finish(
-        self, reward: float, metrics: Mapping[str, float] | None, *, is_truncated: bool, is_abandoned: bool
-    ) -> tuple[Trajectory, ...]:
+    async def _finish(self, reward: float, metrics: Mapping[str, float] | None, **how: bool) -> tuple[Trajectory, ...]:
         if self._trajectories is None:
-            body = {
-                "reward": reward,
-                "metrics": {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
-                "is_truncated": is_truncated,
-                "is_abandoned": is_abandoned,
-            }
+            finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
+            body = {"reward": reward, "metrics": finite, **how}
             self._trajectories = await self._ask("POST", "/finish", body, _rows, "training rows")
         return self._trajectories
 
