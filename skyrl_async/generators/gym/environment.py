@@ -1,6 +1,6 @@
 """Environments of the skyrl_gym protocol, called without holding up the event loop.
 
-Flows in: an environment and what is said to it. Flows out: its answers, checked. Does not know tokens or sampling.
+Flows in: an environment and its inputs. Flows out: its answers, checked. Does not know tokens or sampling.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """What a generator calls on an environment: skyrl_gym's ``BaseTextEnv``.
+    """The calls of a generator on an environment: skyrl_gym's ``BaseTextEnv``.
 
     Calls are made one at a time, in threads, because an environment may run tools. One that never blocks says so with
     an attribute ``is_fast = True`` and is called on the event loop. Constructors always are: slow set-up belongs in
@@ -48,14 +48,14 @@ class Environment(Protocol):
 
 @runtime_checkable
 class RestorableEnvironment(Protocol):
-    """What an environment has besides, where an episode can go on in a resumed run after it has taken steps."""
+    """An environment whose episode can go on in a resumed run after it has taken steps."""
 
     def snapshot(self) -> Any:
-        """All that ``restore`` needs, as JSON. Called after ``init`` and after every step but the last, so it should be quick."""
+        """The state for ``restore``, as JSON. Called after ``init`` and after every step but the last, so it should be quick."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Stand where ``snapshot`` was taken; called on a fresh environment instead of ``init``."""
+        """Return to the state of a snapshot; called on a fresh environment instead of ``init``."""
         ...
 
 
@@ -76,15 +76,15 @@ EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What an environment said to one action."""
+    """An environment's answer to one action."""
 
     observations: list[Message]
     reward: float
     is_done: bool
     postprocessed_action: str | None
-    """The action as the environment wants it remembered, where it says so."""
+    """The action as the conversation should keep it, if the environment changes it."""
     snapshot: str | None = None
-    """Of the environment after it, as JSON text; None where it takes none or the episode is over."""
+    """The environment's state after the action, as JSON text; None if it takes no snapshots or the episode is over."""
 
 
 class CallThreads:
@@ -111,14 +111,14 @@ class EnvironmentCalls:
         return list(opening), snapshot
 
     async def restore(self, snapshot: str) -> None:
-        """Instead of ``init``: stand where the snapshot was taken. ``GenerationError`` when the environment cannot."""
+        """Return to the state of a snapshot, instead of ``init``. ``GenerationError`` if the environment has no ``restore``."""
         report("in environment restore")
         if not isinstance(self._environment, RestorableEnvironment):
             raise GenerationError(f"{type(self._environment).__name__} has no restore any more")
         await self._call(self._environment.restore, json.loads(snapshot))
 
     async def step(self, action: str) -> StepOutcome:
-        """Hand over an action; ``GenerationError`` when the answer lacks what the protocol asks."""
+        """Pass an action on; ``GenerationError`` if the answer lacks a field of the protocol."""
         report("in environment step")
         output, snapshot = await self._call(self._with_snapshot, self._environment.step, action)
         try:
@@ -135,7 +135,7 @@ class EnvironmentCalls:
             ) from error
 
     def _with_snapshot(self, method: Callable[..., T], *args: Any) -> tuple[T, str | None]:
-        """What ``method`` returns, and the snapshot after it: text, so that nothing in it changes later."""
+        """The result of ``method``, and the snapshot after it as text, so that nothing in it changes later."""
         output = method(*args)
         is_over = isinstance(output, Mapping) and output.get("done")
         if is_over or not isinstance(self._environment, RestorableEnvironment):

@@ -1,7 +1,7 @@
-"""One episode: its turns, its training row so far, and all that another process needs to play it to its end.
+"""One episode: its turns, its training row so far, and its state, with which another process can play it to its end.
 
-Flows in: what happened in the episode. Flows out: the training row, and everything as JSON. Does not know how turns are sampled, nor
-environments: of one that can be restored it holds a snapshot.
+Flows in: turns and the environment's answers. Flows out: the training row, and the state as JSON. Does not know how turns are sampled,
+nor environments: it holds the snapshot of one that can be restored.
 """
 
 import json
@@ -19,12 +19,12 @@ from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
 
 _KIND = "episode"
-"""Marks the states that are of this module, among those of other generators."""
+"""Marks this module's states among those of other generators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn of the policy, as it is asked for."""
+    """A request for one turn of the policy."""
 
     messages: tuple[Message, ...]
     """The conversation so far."""
@@ -51,7 +51,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """What the policy said, its stop string included."""
+        """The text of the policy, with its stop string."""
         return self.completion.text + self.stop_string
 
     def num_tokens_covering(self, text: str) -> int | None:
@@ -76,11 +76,11 @@ class TrajectoryBuilder:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and response: what the next turn's prompt must begin with."""
+        """Prompt and response: the next turn's prompt must begin with them."""
         return (*self.prompt_token_ids, *self.response_token_ids)
 
     def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
-        """Append a turn: what its prompt adds as the environment's tokens, then its own (the first ``num_kept``)."""
+        """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``)."""
         if not completion.token_ids:
             raise GenerationError("a completion must hold at least one token, got none")
         if self.num_turns == 0:
@@ -130,14 +130,14 @@ class EpisodeState:
     reward: float = 0.0
     builder: TrajectoryBuilder = field(default_factory=TrajectoryBuilder)
     environment: str | None = None
-    """Its snapshot after those turns, as JSON text; None where it takes none."""
+    """The environment's snapshot after those turns, as JSON text; None if it takes none."""
     generation: OpenGeneration = field(default_factory=OpenGeneration)
-    """Of the turn being sampled."""
+    """The turn being sampled, with its tokens so far."""
     turn: Turn | None = None
-    """Sampled, and not answered yet."""
+    """A turn that is sampled, and that the environment has not answered."""
 
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
-        """The environment has answered a turn, remembered as ``action``, of which so many tokens are kept (None: all)."""
+        """Add a turn that the environment has answered; ``action`` is its text as kept, ``num_kept`` its tokens (None: all)."""
         self.builder.add_turn(turn.completion, num_kept)
         said = {"role": "assistant", "content": action}
         self.messages = [*(self.messages or ()), said, *outcome.observations]
@@ -147,14 +147,14 @@ class EpisodeState:
         self.turn, self.generation = None, OpenGeneration()
 
     def num_tokens_lost(self, completion: Completion) -> int:
-        """How many tokens the turn was to begin with and does not, because who sampled it could not continue it."""
+        """Number of tokens that the turn should begin with and does not, because its sampler could not continue them."""
         begin = self.generation.begin.token_ids
         has_begun = completion.token_ids[: len(begin)] == begin[: len(completion.token_ids)]
         return 0 if has_begun else len(begin)
 
     @property
     def num_delivered_tokens(self) -> int:
-        """Sampled in turns that have ended."""
+        """Tokens sampled in turns that have ended."""
         return self.builder.num_sampled_tokens + (0 if self.turn is None else len(self.turn.completion.token_ids))
 
     def sample_state(self) -> SampleState | None:

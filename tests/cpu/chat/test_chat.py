@@ -122,7 +122,7 @@ def test_white_space_before_the_end_of_turn_goes_with_it() -> None:
     assert renderer.render_next(CONVERSATION, (7, END)) == (7, END, *encode("[INST] again [/INST]"))
 
 
-def test_reasoning_that_the_template_would_forget_stays_as_it_was_sampled() -> None:
+def test_reasoning_that_the_template_would_drop_stays_as_it_was_sampled() -> None:
     renderer = ChatRenderer(make_tokenizer(FORGETS_REASONING))
     sampled = (*renderer.render(CONVERSATION[:1]), *encode("hm</think>whatever"), END)
     continued = renderer.render_next(CONVERSATION, sampled)
@@ -191,7 +191,7 @@ def test_a_stop_string_in_the_sampled_tokens_stays_before_the_end_of_turn() -> N
     assert continued.endswith("ls</bash><|im_end|>\n<|im_start|>user\na.txt<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_thoughts_that_the_template_forgets_stay_where_they_were_sampled() -> None:
+def test_reasoning_that_the_template_drops_stays_where_it_was_sampled() -> None:
     renderer = ChatRenderer(qwen3())
     prompt = renderer.render(AGENT[:2], tools=TOOLS)
     completion = encode('<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
@@ -243,7 +243,7 @@ def test_a_template_whose_turns_of_tool_calls_end_otherwise_cannot_be_continued(
 
 
 @pytest.mark.parametrize("num_covered", [0, 1, 2, 7])
-def test_what_is_covered_must_end_in_an_assistant_message(num_covered: int) -> None:
+def test_covered_messages_must_end_in_an_assistant_message(num_covered: int) -> None:
     with pytest.raises(ValueError, match=f"num_covered must end in an assistant message, got {num_covered} of 6"):
         RENDERER.render_next(AGENT, (7,), num_covered=num_covered)
 
@@ -280,7 +280,7 @@ def test_arguments_become_objects_where_their_text_spells_one(written: object, r
     assert found == {"role": "assistant", "content": "", "tool_calls": [call("c", rendered)]}
 
 
-def test_reasoning_goes_by_the_name_that_templates_know() -> None:
+def test_reasoning_is_passed_under_the_name_that_templates_know() -> None:
     (found,) = normalise_messages([{"role": "assistant", "content": "x", "reasoning": "hm", "reasoning_content": None}])
     assert found["reasoning_content"] == "hm"
 

@@ -153,7 +153,7 @@ COMPOSING = variant(normalizers.NFC())
 
 
 @given(st.lists(st.one_of(st.sampled_from(LETTERS), st.text(max_size=5)), max_size=200).map("".join))
-def test_no_text_has_fewer_tokens_than_its_length_tells(text: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound_from_its_length(text: str) -> None:
     text = text.encode(errors="ignore").decode()
     for tokenizer in (PLAIN, COMPOSING):
         speller = Speller(tokenizer)
@@ -173,7 +173,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(text: str) -> None:
         variant(added=[AddedToken("<mask>", lstrip=True)]),
     ],
 )
-def test_nothing_is_told_by_length_where_a_token_may_stand_for_any_number_of_characters(tokenizer: Any) -> None:
+def test_no_bound_is_known_where_a_token_may_stand_for_any_number_of_characters(tokenizer: Any) -> None:
     assert Speller(tokenizer).fewest_tokens("x" * 10_000) == 0
 
 

@@ -143,14 +143,14 @@ def test_without_tools_a_call_is_words() -> None:
 
 @pytest.mark.slow
 @given(text=texts_of("<think>", "</think>", "<call>", "f;", "\n\n"), starts=st.booleans(), cuts=CUTS)
-def test_whatever_the_blocks_an_answer_is_the_same(text: str, starts: bool, cuts: list[int]) -> None:
+def test_an_answer_is_the_same_for_any_blocks(text: str, starts: bool, cuts: list[int]) -> None:
     for marks in (MARKS, MARKS.without_calls(), Marks(calls=("<call>", "<c")), Marks(calls=("",))):
         whole = split(text, marks, starts_in_reasoning=starts)
         assert split(text, marks, starts_in_reasoning=starts, cuts=cuts) == whole
 
 
 @given(text=texts_of("</think>", "<call>"))
-def test_no_word_is_lost_without_calls(text: str) -> None:
+def test_an_answer_without_calls_keeps_every_word(text: str) -> None:
     assert split(text) == (text, None, [])
 
 
@@ -212,7 +212,9 @@ def broken_reasoning(text: str) -> tuple[str, str]:
     raise Broken(text)
 
 
-def test_what_a_parser_raises_makes_the_answer_content_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_whose_parser_fails_is_content_and_the_failure_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     parser = AnswerParser(
         TOKENIZER,
         tools=VLLMToolParser(name="hermes", extract=broken_tools, wants_special_tokens=False),
@@ -326,7 +328,7 @@ def test_every_format_has_an_example() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
-def test_wherever_an_answer_is_cut_a_call_is_whole_or_content(name: str) -> None:
+def test_a_call_in_an_answer_that_is_cut_is_whole_or_content(name: str) -> None:
     special_tokens, written = WRITTEN[name]
     parser = AnswerParser.of(make_tokenizer(special_tokens=special_tokens), tool_call_parser=name)
     text = f"So: {written}"
@@ -474,12 +476,12 @@ def test_required_calls_are_a_list_of_names_and_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["look", "stop", "required"])
-def test_what_forces_calls_is_a_grammar_that_vllms_engine_accepts(name: str) -> None:
+def test_the_grammar_of_a_forced_call_is_accepted_by_vllms_engine(name: str) -> None:
     grammar = xgrammar.Grammar.from_json_schema(schema_of(TOOLS, name))
     assert "root" in str(grammar)
 
 
-def test_definitions_that_parameters_refer_to_stay_in_reach() -> None:
+def test_definitions_that_parameters_refer_to_are_still_found() -> None:
     parameters = {
         "type": "object",
         "properties": {"place": {"$ref": "#/$defs/place"}},

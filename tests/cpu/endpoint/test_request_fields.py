@@ -119,7 +119,7 @@ def test_a_field_that_is_not_served_is_refused_by_name_unless_it_asks_for_nothin
         ({"structured_outputs": {"json": {}}}, {"structured": StructuredOutput(json_schema="{}")}),
     ],
 )
-def test_what_engines_can_do_is_asked_of_them(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_that_engines_support_reach_the_sampler(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {name: getattr(asked(**fields), name) for name in expected} == expected
 
 
@@ -139,7 +139,7 @@ def test_what_engines_can_do_is_asked_of_them(fields: dict[str, Any], expected: 
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_values_that_make_no_sense_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     async with endpoint(ScriptedSampler()) as served, served.client(RUN_KEY) as http:
         response = await http.post(CHAT, json={"messages": [user()], **fields})
     assert (response.status_code, error_of(response)["param"]) == (400, param)
@@ -149,7 +149,7 @@ async def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], pa
     ("name", "value"),
     [("min_tokens", 3), ("logit_bias", {"5": 1}), ("allowed_token_ids", [5, 6]), ("bad_words", ["hello"])],
 )
-async def test_what_cannot_be_exact_is_refused_in_a_session_that_trains_and_nowhere_else(name: str, value: Any) -> None:
+async def test_inexact_parameters_are_refused_only_in_sessions_that_train(name: str, value: Any) -> None:
     sampler = HeldSampler()
     body = {"messages": [user()], name: value}
     async with endpoint(sampler) as served, served.client(RUN_KEY) as outside:

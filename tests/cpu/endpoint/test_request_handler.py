@@ -285,7 +285,7 @@ TestRequests.settings = settings(stateful_step_count=25, suppress_health_check=[
 
 @pytest.mark.parametrize("is_write_resumed", [False, True])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_that_a_broken_connection_could_not_take_goes_to_the_next_equal_request(
+async def test_an_answer_of_a_broken_connection_goes_to_the_next_equal_request(
     is_stream: bool, is_write_resumed: bool
 ) -> None:
     sampler = HeldSampler()

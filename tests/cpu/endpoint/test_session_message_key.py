@@ -133,7 +133,7 @@ def test_tools_have_one_key_however_they_are_serialised() -> None:
     assert tools_key(tools) == tools_key(again) != tools_key(None) == tools_key([])
 
 
-def test_an_echo_s_ids_and_reasoning_are_read_where_harnesses_put_them() -> None:
+def test_ids_and_reasoning_of_a_returned_message_are_found_in_every_field_that_harnesses_use() -> None:
     message = assistant("a", reasoning=" because\n", tool_calls=[call("f", {}, "call_7"), {"function": {"name": "g"}}])
     assert call_ids(message) == ("call_7", "")
     assert reasoning_of(message) == "because" == reasoning_of(assistant("a", reasoning_content="because"))

@@ -85,7 +85,7 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
     assert [row.num_aborts for row in (main, branch, rewritten)] == [3, 4, 0]
 
 
-def test_one_branch_may_stand_for_the_session(forked: Policy) -> None:
+def test_a_policy_may_keep_one_branch_of_a_session(forked: Policy) -> None:
     _, branch, rewritten = forked.tree.turns[2:]
     longest = only(rows(forked.tree, reward=1.0, branches=BranchPolicyName.longest))
     assert longest.prompt_token_ids + longest.response_token_ids == branch.token_ids
@@ -135,7 +135,7 @@ def test_a_title_asked_beside_a_task_is_no_row_and_takes_no_weight(
     assert [row.weight for row in trained] == [0.5, 0.5] and sum(row.num_sampled_tokens for row in trained) == 11
 
 
-def test_beside_an_answer_of_one_turn_only_what_is_much_shorter_is_a_side_request(policy: Policy) -> None:
+def test_in_a_session_of_single_turns_only_much_shorter_answers_are_side_requests(policy: Policy) -> None:
     title = ask_title(policy)
     policy.answer([AGENT, TASK], assistant("It is right as it is."), num_tokens=19)
     assert policy.tree.side_requests == ()
@@ -205,20 +205,20 @@ def asked_by_a_harness_without_system_prompts(policy: Policy) -> None:
         asked_by_a_harness_without_system_prompts,
     ],
 )
-def test_what_passes_something_on_or_works_with_tools_is_part_of_the_task(policy: Policy, play: Any) -> None:
+def test_turns_that_are_quoted_or_use_tools_are_part_of_the_task(policy: Policy, play: Any) -> None:
     play(policy)
     assert policy.tree.side_requests == ()
     trained = sum(row.num_sampled_tokens for row in rows(policy.tree, reward=1.0))
     assert trained == policy.tree.num_sampled_tokens
 
 
-def test_a_title_that_repeats_its_prompt_is_quoted_by_nobody(policy: Policy) -> None:
+def test_a_title_that_repeats_its_prompt_does_not_count_as_quoted(policy: Policy) -> None:
     title = policy.answer([TITLE, TASK], assistant(TASK["content"]), num_tokens=5)
     repair(policy, 2)
     assert policy.tree.side_requests == (title,)
 
 
-def test_what_raw_prompts_quote_is_not_known(policy: Policy) -> None:
+def test_a_session_with_raw_prompts_has_no_side_requests(policy: Policy) -> None:
     ask_title(policy)
     policy.tree.commit(
         Match(turn=None, num_messages=0), (), assistant("b"), completion((1, 2), tuple(range(2000, 2090)))
@@ -234,7 +234,7 @@ def test_choices_of_one_request_are_rows_of_one_prompt(policy: Policy) -> None:
     assert len({row.prompt_token_ids for row in found}) == 1
 
 
-def test_turns_that_a_grammar_constrained_are_context_or_where_they_may_be_trained_their_forced_tokens_are(
+def test_turns_under_a_grammar_are_context_unless_they_may_be_trained(
     policy: Policy,
 ) -> None:
     policy.answer([user("a")], assistant("b"), num_tokens=3, logprobs=(0.0, -0.5, -0.0), is_constrained=True, version=7)
@@ -320,7 +320,7 @@ def trees(draw: st.DrawFn) -> TurnTree:
     trains_constrained=st.booleans(),
     trains_all=st.booleans(),
 )
-def test_each_sampled_token_is_trained_once_as_it_was_sampled_or_is_of_a_side_request(
+def test_each_sampled_token_is_trained_once_unless_it_is_of_a_side_request(
     tree: TurnTree,
     branches: BranchPolicyName,
     is_abandoned: bool,
@@ -375,7 +375,7 @@ def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) 
 
 
 @given(tree=trees())
-def test_turns_and_aborts_of_the_rows_add_up_to_the_session_s_without_its_side_requests(tree: TurnTree) -> None:
+def test_turns_and_aborts_of_rows_add_up_to_those_of_the_session(tree: TurnTree) -> None:
     found = rows(tree, reward=1.0, is_abandoned=True)
     of_task = [turn for turn in tree.turns if turn not in tree.side_requests]
     assert sum(row.num_turns for row in found) == len(of_task) and bool(of_task) == bool(tree.turns)

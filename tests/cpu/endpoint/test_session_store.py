@@ -155,7 +155,7 @@ def test_a_reward_that_is_no_number_leaves_the_session_open(store: SessionStore,
     assert session.is_open
 
 
-def test_the_branch_policy_is_the_store_s(clock: Clock) -> None:
+def test_the_store_decides_the_branch_policy(clock: Clock) -> None:
     store = SessionStore(SessionSettings(branches=BranchPolicyName.last), clock=clock)
     session, _ = store.create()
     say(session, "b"), say(session, "c")

@@ -50,7 +50,7 @@ async def test_a_chat_of_four_turns_with_tools_is_one_exact_row(is_streamed: lis
 
 
 @pytest.mark.parametrize("trains", [False, True])
-async def test_a_title_asked_after_the_answer_is_neither_judged_nor_trained_unless_it_is_to_be(trains: bool) -> None:
+async def test_a_title_asked_after_the_answer_is_trained_only_if_side_requests_are(trains: bool) -> None:
     sampler = HeldSampler(scripts=(("let me ",), ("It is 3 in all.",), ("Counting",)))
     async with endpoint(sampler, session_settings=SessionSettings(trains_side_requests=trains)) as served:
         session = await served.begin()
@@ -86,7 +86,7 @@ def rewritten_arguments(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("send_back", [without_reasoning, in_parts, rewritten_arguments])
-async def test_a_reply_is_known_again_in_the_forms_in_which_harnesses_send_it_back(send_back: Any) -> None:
+async def test_a_reply_is_recognised_in_every_form_that_harnesses_send_back(send_back: Any) -> None:
     sampler = HeldSampler(scripts=TURNS)
     async with endpoint(sampler) as served:
         session = await served.begin()
@@ -185,7 +185,9 @@ async def test_the_branch_policy_says_which_branches_are_trained(policy: BranchP
 
 
 @pytest.mark.parametrize(("policy", "is_kept"), [(ReasoningPolicy.keep, True), (ReasoningPolicy.template, False)])
-async def test_the_reasoning_policy_says_whether_earlier_thoughts_stay(policy: ReasoningPolicy, is_kept: bool) -> None:
+async def test_the_reasoning_policy_decides_whether_earlier_reasoning_stays(
+    policy: ReasoningPolicy, is_kept: bool
+) -> None:
     sampler = HeldSampler(scripts=((THOUGHT, "xyz"), ("uvw",)))
     async with endpoint(sampler, session_settings=SessionSettings(reasoning_policy=policy)) as served:
         session = await served.begin()
@@ -238,7 +240,7 @@ FORCED = (
 @pytest.mark.parametrize(("tool_choice", "text"), FORCED)
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("trains_constrained", [False, True])
-async def test_a_call_that_is_demanded_is_constrained_and_context_or_its_forced_tokens_are(
+async def test_a_forced_call_is_constrained_and_is_context_unless_it_may_be_trained(
     tool_choice: Any, text: str, is_streamed: bool, trains_constrained: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = HeldSampler(scripts=((text[:5], text[5:]), ("done",)))

@@ -108,7 +108,7 @@ async def test_the_controllers_key_opens_sessions_and_the_runs_does_not(sampler:
     assert inside.status_code == 401
 
 
-async def test_without_keys_everybody_is_the_controller_but_no_session_past_or_present(sampler: HeldSampler) -> None:
+async def test_without_keys_every_client_is_the_controller_unless_it_sends_a_sessions_key(sampler: HeldSampler) -> None:
     async with endpoint(sampler, api_keys=[], controller_keys=[]) as served, served.client(None) as stranger:
         session = await served.begin()
         assert (await stranger.get(f"/sessions/{session.id}")).status_code == 200
@@ -331,7 +331,7 @@ async def until(is_so: Any) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_equal_requests_that_nothing_marks_are_a_sample_each(sampler: HeldSampler, is_streamed: bool) -> None:
+async def test_equal_requests_without_a_mark_are_separate_samples(sampler: HeldSampler, is_streamed: bool) -> None:
     sampler.is_held = True
     async with endpoint(sampler) as served, asyncio.TaskGroup() as group:
         session = await served.begin()
@@ -386,7 +386,7 @@ async def test_an_idempotency_key_names_one_request_and_its_reply(sampler: HeldS
     assert len(sampler.prompts) == 3
 
 
-async def test_resends_of_equal_requests_join_one_each(sampler: HeldSampler) -> None:
+async def test_each_resend_of_equal_requests_joins_another_one(sampler: HeldSampler) -> None:
     sampler.is_held = True
     async with endpoint(sampler) as served, asyncio.TaskGroup() as group:
         session = await served.begin()
@@ -400,7 +400,7 @@ async def test_resends_of_equal_requests_join_one_each(sampler: HeldSampler) -> 
     assert sorted(replies[:3]) == sorted(replies[3:]) == ["a", "b", "c"]
 
 
-async def test_the_resend_of_a_request_given_up_joins_no_other_equal_one(sampler: HeldSampler) -> None:
+async def test_the_resend_of_an_abandoned_request_joins_no_equal_request(sampler: HeldSampler) -> None:
     sampler.is_held = True
     async with endpoint(sampler) as served:
         session = await served.begin()
@@ -417,7 +417,7 @@ async def test_the_resend_of_a_request_given_up_joins_no_other_equal_one(sampler
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_request_given_up_is_cancelled_in_the_engine_and_not_kept(
+async def test_an_abandoned_request_is_cancelled_in_the_engine_and_not_recorded(
     sampler: HeldSampler, is_streamed: bool
 ) -> None:
     sampler.is_held = True
@@ -440,7 +440,7 @@ async def give_up(request: "asyncio.Future[Any]") -> None:
         await request
 
 
-async def test_a_request_given_up_goes_on_for_an_equal_one_that_joined(sampler: HeldSampler) -> None:
+async def test_an_abandoned_request_goes_on_for_a_resend_that_joined_it(sampler: HeldSampler) -> None:
     sampler.is_held = True
     async with endpoint(sampler) as served:
         session = await served.begin()

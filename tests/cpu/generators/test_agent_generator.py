@@ -226,7 +226,7 @@ async def test_a_group_of_which_too_few_finish_fails_with_the_first_reason(
         assert everything_is_released(endpoint)
 
 
-async def test_agents_that_finished_are_kept_when_too_few_do_and_the_others_alone_run_again() -> None:
+async def test_finished_agents_are_kept_when_too_few_finish_and_only_the_others_run_again() -> None:
     runs: list[int] = []
 
     async def fail_at_first(task: AgentTask) -> None:
@@ -461,7 +461,7 @@ async def test_an_environment_of_one_turn_is_told_the_answer() -> None:
             assert [row.reward for row in await generator.generate(request(1))] == [1.0]
 
 
-async def test_agents_of_all_groups_share_the_places() -> None:
+async def test_agents_of_all_groups_share_one_limit() -> None:
     running, most = 0, 0
     full = asyncio.Event()
 

@@ -159,7 +159,7 @@ async def test_a_request_waits_for_no_engine_that_will_not_come() -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_a_request_whose_endpoint_dies_is_sent_again_to_the_one_in_its_place() -> None:
+async def test_a_request_whose_endpoint_dies_is_sent_again_to_its_successor() -> None:
     app, is_broken = FastAPI(), asyncio.Event()
 
     @app.post("/v1/chat/completions")

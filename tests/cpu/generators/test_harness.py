@@ -101,7 +101,7 @@ async def test_a_function_that_does_something_else_fails_by_name(tmp_path: Path,
         await FunctionHarness(function).run(a_task(tmp_path))
 
 
-def test_what_only_the_judge_may_see_is_not_shown_at_any_depth() -> None:
+def test_hidden_columns_are_not_shown_at_any_depth() -> None:
     extras = {
         "reward_spec": {"ground_truth": "7"},
         "tools": [{"name": "look", "answer": "7"}],
@@ -198,7 +198,9 @@ def test_files_of_a_command_are_found_where_the_run_was_started(tmp_path: Path) 
         ("rm .skyrl/stderr.log; mkfifo .skyrl/stderr.log; exit 2", "status 2 and wrote nothing"),
     ],
 )
-async def test_a_program_that_fails_is_shown_with_its_last_words(tmp_path: Path, command: str, complaint: str) -> None:
+async def test_the_error_of_a_failed_program_has_the_end_of_its_output(
+    tmp_path: Path, command: str, complaint: str
+) -> None:
     with pytest.raises(GenerationError, match=complaint):
         await CommandHarness(command).run(a_task(tmp_path))
 
@@ -256,7 +258,7 @@ async def test_cancellation_kills_a_program_and_all_it_has_started(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave the group are found on Linux only")
 @pytest.mark.parametrize("status", [0, 4])
-async def test_what_a_program_leaves_behind_is_killed_when_it_ends(
+async def test_processes_that_a_program_leaves_are_killed_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     processes = Processes(tmp_path, monkeypatch)

@@ -252,7 +252,7 @@ async def test_an_endpoint_that_fails_or_refuses_is_named_with_what_was_asked(an
         ("mask", "loss_mask has 1 entries for 2 response tokens"),
     ],
 )
-async def test_rows_that_are_none_fail_the_rollout(trajectories: Any, complaint: str) -> None:
+async def test_invalid_rows_fail_the_rollout(trajectories: Any, complaint: str) -> None:
     row = {
         "prompt_token_ids": [1],
         "response_token_ids": [2, 3],

@@ -51,7 +51,7 @@ def where(seconds: float) -> list[StageStatus]:
     return [generate, train]
 
 
-def test_a_pipe_says_where_every_stage_is_every_twenty_seconds() -> None:
+def test_without_a_terminal_a_line_names_every_stage_every_twenty_seconds() -> None:
     console, file, clock = plain()
     with console:
         console.watch(lambda: where(clock.now))
@@ -78,7 +78,7 @@ def terminal() -> tuple[Console, io.StringIO]:
     return Console(True, 45, output=Output(file=file, width=120, force_terminal=True)), file
 
 
-def test_a_pipe_gets_a_line_per_step_with_the_figures_worth_a_glance() -> None:
+def test_without_a_terminal_each_step_is_a_line_with_the_main_figures() -> None:
     console, file, _ = plain()
     with console:
         console.log(3, VALUES)
@@ -105,7 +105,7 @@ def test_an_evaluation_stays_in_view_until_the_next() -> None:
     assert file.getvalue().splitlines()[-1].startswith("step 2 | reward 0.50 | eval 0.90 | ")
 
 
-def test_a_phase_that_counts_up_is_said_every_few_seconds_and_a_new_one_at_once() -> None:
+def test_a_phase_that_counts_up_is_printed_every_few_seconds_and_a_new_one_at_once() -> None:
     console, file, clock = plain()
     for percent in range(0, 100, 10):
         console.phase(f"warm start {percent} %")
@@ -162,7 +162,7 @@ def test_a_terminal_is_left_in_order_when_the_run_fails() -> None:
     assert file.getvalue().rstrip().endswith(show_cursor)
 
 
-def test_what_is_stuck_is_a_line_in_a_pipe_and_stays_on_a_terminal_until_it_is_not() -> None:
+def test_stuck_work_is_a_line_without_a_terminal_and_stays_on_a_terminal_until_it_moves() -> None:
     console, file, _ = plain()
     console.stuck([f"p{i} [turn 2] (generating for {90 - i} s)" for i in range(5)])
     console.stuck([])
@@ -184,7 +184,7 @@ def test_what_is_stuck_is_a_line_in_a_pipe_and_stays_on_a_terminal_until_it_is_n
 
 
 @pytest.mark.parametrize("has_console", [True, False])
-def test_an_outage_and_what_is_stuck_are_said_once(
+def test_an_outage_and_stuck_work_are_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], has_console: bool
 ) -> None:
     """By the console where there is one, else on standard error; and in the log."""

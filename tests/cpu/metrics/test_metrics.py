@@ -80,7 +80,7 @@ def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> 
     ]
 
 
-def test_an_evaluation_of_a_run_keeps_all_that_is_on_record(tmp_path: Path) -> None:
+def test_an_evaluation_of_a_run_keeps_all_recorded_lines(tmp_path: Path) -> None:
     path, clock = tmp_path / "metrics.jsonl", Clock()
     for resume_step in (None, math.inf):
         log, sink = MetricsLog(path, resume_step, clock=clock), TensorBoardSink(tmp_path / "events", resume_step)
@@ -356,7 +356,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_that_the_disk_does_not_take_are_lost_whole_and_said_once(
+def test_lines_that_the_disk_refuses_are_lost_whole_and_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -386,7 +386,7 @@ def test_lines_that_the_disk_does_not_take_are_lost_whole_and_said_once(
     assert [event["name"] for event in events if event["ph"] == "X"] == ["first", "last"]
 
 
-def test_a_log_file_on_a_full_disk_is_said_once_and_is_no_error(
+def test_a_log_file_on_a_full_disk_is_reported_once_and_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with run_logging(tmp_path / "run.log", "INFO"), files_of_at_most(0):

@@ -51,7 +51,7 @@ def test_it_is_drawn_also_from_the_trace_of_a_killed_run(trace_path: Path, tmp_p
         ('{"a"', (), "error: "),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_one_line(
+def test_an_error_of_drawing_is_one_line(
     trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, options: tuple, message: str
 ) -> None:
     if text is not None:
@@ -61,6 +61,6 @@ def test_what_cannot_be_drawn_is_said_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_a_missing_trace_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.json"), str(tmp_path / "a.png")]) == 2
     assert "none.json" in capsys.readouterr().err

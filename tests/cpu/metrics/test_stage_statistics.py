@@ -69,7 +69,7 @@ VALIDATING_EACH_STEP = replace(
 
 
 @pytest.mark.parametrize("slowdown", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_step(slowdown: int) -> None:
+def test_the_cost_of_validation_is_measured_even_if_it_runs_beside_every_step(slowdown: int) -> None:
     """Groups are there long before; each takes 0.2 s alone, 16 of them a step, of which the first second is validation."""
 
     async def main() -> Simulation:
@@ -92,7 +92,7 @@ def test_what_validation_costs_training_is_told_though_it_takes_a_part_of_every_
     assert simulation.trainer.throughput_beside_validation == pytest.approx(1 / slowdown, rel=0.1)
 
 
-def test_what_a_token_waits_for_in_any_case_is_a_part_of_what_it_costs() -> None:
+def test_waiting_that_every_token_causes_counts_as_its_cost() -> None:
     """As for log-probs of the reference that the same workers compute: in ``train`` they would cost as much."""
 
     async def main() -> float | None:
@@ -131,7 +131,7 @@ def test_time_in_which_checkpoints_are_written_counts_neither_as_beside_validati
     assert run_in_virtual_time(main()) == pytest.approx(1.0, rel=0.1)
 
 
-def test_training_that_stands_in_line_for_its_devices_waits_and_processes_nothing() -> None:
+def test_training_that_waits_for_its_devices_processes_nothing() -> None:
     job = replace(
         SLOW_PUBLISH,
         mean_tokens=1000.0,

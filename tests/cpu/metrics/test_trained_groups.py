@@ -45,7 +45,7 @@ def test_tokens_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     assert not {"ref_logprobs", "old_logprobs", "old_version"} & line["rows"][0].keys()
 
 
-def test_what_was_recomputed_is_on_record_with_its_version(tmp_path: Path) -> None:
+def test_recomputed_log_probs_are_recorded_with_their_version(tmp_path: Path) -> None:
     whole = group("a")
     row = replace(
         whole.trajectories[0], ref_logprobs=(-1.0, 0.0, -2.0), old_logprobs=(-0.5, 0.0, -0.125), old_version=1
@@ -59,7 +59,7 @@ def test_what_was_recomputed_is_on_record_with_its_version(tmp_path: Path) -> No
     assert found["ref_logprobs"] == [-1.0, 0.0, -2.0]
 
 
-def test_a_resumed_record_forgets_the_steps_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+def test_a_resumed_record_drops_steps_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     log = TrainedGroupsLog(path)
     for version in range(4):
