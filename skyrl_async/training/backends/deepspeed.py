@@ -42,12 +42,9 @@ class DeepSpeedBackend(ShardedBackend):
 
     def _build(self, model: nn.Module) -> nn.Module:
         """Make the engine. Forwards must call it, not the model: it prepares each backward."""
-        if self._settings.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         if self._settings.mixed_precision:
             _compute_in_bfloat16(model, self._device)
         self._take(model.to(self._device))
-        self._continue_after(0)
         config = engine_config(self._deepspeed, self._settings.deepspeed_json, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
         self._zero_optimizer = self._engine.optimizer if self._deepspeed.zero_stage else None

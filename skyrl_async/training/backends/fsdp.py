@@ -46,8 +46,6 @@ class FSDPBackend(ShardedBackend):
         settings = self._settings
         if not settings.trains:
             model.requires_grad_(False)
-        elif settings.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         is_offloaded = settings.trains and settings.cpu_offload
         _shard(model, self._device, mixed_precision=settings.mixed_precision, cpu_offload=is_offloaded)
         if dist.get_world_size() > 1:
@@ -57,7 +55,6 @@ class FSDPBackend(ShardedBackend):
         self._take(model)
         if settings.trains:
             self._fill_optimizer_state()
-            self._continue_after(0)
         return model
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

@@ -52,7 +52,12 @@ class ShardedBackend(ABC):
             from skyrl_async.training.backends.lora import LoraAdapters
 
             self.adapters = LoraAdapters(model, settings.lora, base=settings.policy_path, seed=settings.seed)
-        return self._build(model)
+        if settings.trains and settings.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        built = self._build(model)
+        if settings.trains:
+            self._continue_after(0)
+        return built
 
     @abstractmethod
     def _build(self, model: nn.Module) -> nn.Module:

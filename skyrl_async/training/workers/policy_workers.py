@@ -99,17 +99,16 @@ class PolicyWorkers(PolicyOverRanks):
         """
         run_id = uuid.uuid4().hex[:8]
         actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
-        names = [f"{worker_name}-{rank}-{run_id}" for rank in range(num_workers)]
-        strategies = list(scheduling_strategies or [None] * num_workers)
         here = own_address().node_id
         num_here = num_workers if loads_published else int(publishes)
         # Ray puts an actor that asks for no resources anywhere, unless it must be on a node. One that asks for more than this node has is
         # put elsewhere, and refused below with a message that says what to change.
         asks_for_resources = num_cpus_per_worker > 0 or num_gpus_per_worker > 0
+        strategies = list(scheduling_strategies or [None] * num_workers)
         for rank in range(num_here):
             strategies[rank] = strategies[rank] or NodeAffinitySchedulingStrategy(here, soft=asks_for_resources)
         actors = {
-            name: actor_class.options(
+            (name := f"{worker_name}-{rank}-{run_id}"): actor_class.options(
                 name=name,
                 num_cpus=num_cpus_per_worker,
                 num_gpus=num_gpus_per_worker,
@@ -118,12 +117,12 @@ class PolicyWorkers(PolicyOverRanks):
                 max_task_retries=0,
                 runtime_env={"env_vars": environment_of(settings)},
             ).remote(settings, rank=rank, num_ranks=num_workers)
-            for rank, (name, strategy) in enumerate(zip(names, strategies, strict=True))
+            for rank, strategy in zip(range(num_workers), strategies, strict=True)
         }
         workers = cls(settings, actors, call_timeout_s, heartbeat)
         try:
             nodes = await workers._boot()
-            if elsewhere := [name for name, node in zip(names[:num_here], nodes, strict=False) if node != here]:
+            if elsewhere := [name for name, node in zip(workers.names[:num_here], nodes, strict=False) if node != here]:
                 raise ConfigError(_must_be_here(elsewhere, publishes=publishes))
             await workers._rendezvous(nodes, await policy_path() if policy_path is not None else None)
         except BaseException:

@@ -123,7 +123,7 @@ def rewards(rollout: RolloutResult) -> list[float]:
     return [row.reward for row in rollout.trajectories]
 
 
-def test_only_samples_that_failed_are_played_again() -> None:
+def test_only_failed_samples_are_generated_again() -> None:
     generator = Scripted({1: [FAIL, FAIL], 2: [FAIL]})
     rollout = run(generator)
     assert (rewards(rollout), rollout.num_failed) == ([0, 1, 2, 3], 0)
@@ -166,7 +166,7 @@ def test_drop_fails_the_group_at_its_first_loss() -> None:
     assert generator.asked == [(0, 1, 2, 3)]
 
 
-def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
+def test_finished_samples_of_a_failed_group_are_counted_as_wasted() -> None:
     retrier = RolloutRetrier(
         Scripted({0: [FAIL] * 9}),
         GeneratorConfig(max_retries=1, rollout_timeout_s=TIMEOUT_S, retry_backoff_s=0, on_failed_samples=FILL),
@@ -176,7 +176,7 @@ def test_what_was_finished_in_a_group_that_fails_is_counted_as_wasted() -> None:
     assert (retrier.num_wasted_tokens, retrier.num_retries) == (6, 1)
 
 
-def test_an_evaluation_is_whole_or_fails() -> None:
+def test_an_evaluation_is_complete_or_fails() -> None:
     with pytest.raises(ValueError, match="sample 1 broke"):
         run(Scripted({1: [FAIL] * 9}), TRAIN_REST, group=request(is_evaluation=True))
     assert rewards(run(Scripted({1: [FAIL]}), TRAIN_REST, group=request(is_evaluation=True))) == [0, 1, 2, 3]
@@ -199,7 +199,7 @@ def test_a_try_that_returns_other_samples_than_it_was_asked_for_fails() -> None:
         run(Forgetful({1: [FAIL]}), max_retries=1)
 
 
-def test_a_kept_sample_without_a_finite_reward_is_played_again() -> None:
+def test_a_kept_sample_without_a_finite_reward_is_generated_again() -> None:
     class Diverging(Scripted):
         async def _play(self, index: int) -> Trajectory:
             is_first = index not in self.plays
@@ -229,7 +229,7 @@ class Abandoning:
         )
 
 
-def test_abandoned_samples_stay_so_under_train_rest_and_are_played_again_under_fill() -> None:
+def test_abandoned_samples_stay_abandoned_under_train_rest_and_are_generated_again_under_fill() -> None:
     resting, filling = Abandoning(1), Abandoning(1)
     assert [t.is_abandoned for t in run(resting, TRAIN_REST).trajectories] == [False, True, False]
     assert [t.is_abandoned for t in run(filling, FILL).trajectories] == [False] * 4
@@ -238,7 +238,7 @@ def test_abandoned_samples_stay_so_under_train_rest_and_are_played_again_under_f
         run(Abandoning(9), DROP)
 
 
-def test_what_a_try_left_behind_that_broke_its_promise_is_not_taken_later() -> None:
+def test_samples_kept_by_a_try_that_broke_the_contract_are_not_used_later() -> None:
     class Breaking(Scripted):
         @keeps_samples
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -296,7 +296,7 @@ outcomes = st.lists(st.sampled_from([OK, FAIL, HANG]), max_size=4)
     max_retries=st.integers(0, 3),
     policy=st.sampled_from(OnFailedSamples),
 )
-def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_played_again(
+def test_a_group_comes_out_once_in_bounded_time_and_no_finished_sample_is_generated_again(
     script: dict[int, list[str]], num_samples: int, max_retries: int, policy: OnFailedSamples
 ) -> None:
     generator = Scripted(script)
@@ -453,7 +453,7 @@ class AsksForTitles(ModelledGenerator):
 
 
 @pytest.mark.slow
-def test_tokens_of_side_requests_and_agents_that_were_cut_short_are_said_in_the_summary() -> None:
+def test_tokens_of_side_requests_and_agents_cut_short_are_in_the_summary() -> None:
     plain, titled = (
         simulate(replace(RUN, group_size=4), generator) for generator in (ModelledGenerator, AsksForTitles)
     )
@@ -554,7 +554,7 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
 
 
 @pytest.mark.slow
-async def test_calls_of_environments_that_never_return_take_no_place_from_others(
+async def test_environment_calls_that_never_return_do_not_block_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One place: the first environment's tool hangs for ever, and again and again."""
@@ -586,7 +586,7 @@ async def test_calls_of_environments_that_never_return_take_no_place_from_others
         released.set()
 
 
-async def test_a_reward_function_that_never_returns_takes_no_place_from_others() -> None:
+async def test_a_reward_function_that_never_returns_does_not_block_others() -> None:
     released = threading.Event()
 
     def reward(prompt: Prompt, episode: AgentEpisode) -> float:
@@ -613,7 +613,7 @@ def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> No
     assert ended.stdout == "3\n"
 
 
-def test_threads_are_used_again_and_failures_come_back() -> None:
+def test_threads_are_reused_and_failures_are_raised() -> None:
     threads = DaemonThreads("environment")
     idents = {threads.submit(threading.get_ident).result() for _ in range(20)}
     assert len(idents) < 20  # a thread is free just after its result is there

@@ -119,7 +119,7 @@ def test_groups_that_wait_for_their_log_probs_stay_within_the_bound_and_every_pr
     assert policy == "mask" or simulation.trainer.totals.staleness_max <= 1
 
 
-def test_what_fails_while_log_probs_are_computed_ends_the_run_and_gives_every_prompt_back() -> None:
+def test_a_failure_while_log_probs_are_computed_ends_the_run_and_requeues_every_prompt() -> None:
     def dying(policy: ModelledPolicy) -> dict[str, Prepare]:
         num_groups = 0
 

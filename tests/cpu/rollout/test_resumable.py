@@ -144,7 +144,7 @@ def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_strin
         assert calls.partial_outputs(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
 
 
-def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
+def test_a_generation_that_cannot_be_continued_restarts_and_is_not_tracked() -> None:
     sampling = SamplingParams(max_tokens=50, presence_penalty=1.0)
     generation = OpenGeneration(sampled(range(10)))
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_continued_begins_anew_and_is_not_followed() -> None:
     publish_at=st.floats(0.1, 1.5),
     removed=st.sampled_from([None, "e0", "e1"]),
 )
-def test_what_is_sampled_so_far_is_a_head_of_the_completion_whenever_one_looks(
+def test_the_tokens_read_at_any_moment_are_a_prefix_of_the_completion(
     mode: PauseMode, stop: tuple[str, ...], looks: list[float], publish_at: float, removed: str | None
 ) -> None:
     async def main() -> tuple[list[EngineOutput], list[EngineOutput], Completion]:
@@ -221,7 +221,7 @@ def test_an_engine_that_dies_when_it_is_asked_for_tokens_is_dropped(is_frozen: b
     assert len(completion.token_ids) == 100 and num_engines == 1
 
 
-def test_a_dead_engine_does_not_say_what_it_holds() -> None:
+def test_a_dead_engine_raises_when_asked_for_partial_outputs() -> None:
     async def main() -> None:
         dead = engine()
         dead.kill()
@@ -261,7 +261,7 @@ def test_saved_samples_count_what_goes_on_what_begins_anew_and_what_that_loses()
     assert counts == ResumeCounts(resumed_trajectories=1, restarted_trajectories=4, lost_tokens=18)
 
 
-def test_a_sample_is_where_it_was_told_to_be_last() -> None:
+def test_the_state_of_a_sample_is_the_one_set_last() -> None:
     samples = SampleStates({0: STATE}, num_samples=1)
     samples.restore(0)
     assert samples.snapshot() == {0: STATE}
@@ -444,7 +444,7 @@ async def test_the_state_of_another_generator_begins_anew() -> None:
     assert row.reward == 3.0 and counts.lost_tokens == 3
 
 
-async def test_finished_samples_of_a_running_group_are_not_played_again() -> None:
+async def test_finished_samples_of_a_running_group_are_not_generated_again() -> None:
     counts = ResumeCounts()
     samples = SampleStates({0: SampleState(rows=(ROW,), num_tokens=2)}, num_samples=1, counts=counts)
     sampler, row = await play(samples, Sums)

@@ -104,7 +104,7 @@ def test_contract_7_a_resumed_group_plays_what_failed_again_and_what_finished_ne
         assert rows.items() <= {index: sample.rows for index, sample in later.items()}.items(), "finished stays so"
 
 
-def test_a_sample_that_failed_is_not_where_it_failed_while_it_waits_for_its_retry() -> None:
+def test_a_failed_sample_has_no_state_while_it_waits_for_its_retry() -> None:
     """A run resumed from there would begin where the failure is certain to come again."""
     saved, looks = SampleStates(), []
     play(Halves({1: 1}), saved, looks)
@@ -114,7 +114,7 @@ def test_a_sample_that_failed_is_not_where_it_failed_while_it_waits_for_its_retr
     assert all(at[2.25][index].rows for index in (0, 2, 3))
 
 
-def test_tokens_of_finished_samples_are_on_the_account_of_their_group_again() -> None:
+def test_tokens_of_restored_finished_samples_count_for_their_group_again() -> None:
     """They are thrown away with it, should it be drawn again."""
     account = TokenUsage()
     with recording_tokens_to(account):

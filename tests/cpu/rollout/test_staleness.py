@@ -125,7 +125,7 @@ def test_waiters_are_admitted_first_come_first_served() -> None:
     assert run_in_virtual_time(main()) == [0, 1, 2, 3, 4]
 
 
-def test_a_cancelled_waiter_leaves_its_turn_to_the_next() -> None:
+def test_a_cancelled_waiter_lets_the_next_one_be_admitted() -> None:
     async def main() -> int:
         manager = _AsyncStalenessManager(1, 1, 0)
         first = await manager.acquire_submission_slot()
@@ -142,7 +142,7 @@ def test_a_cancelled_waiter_leaves_its_turn_to_the_next() -> None:
 
 
 @given(is_cancelled=st.lists(st.booleans(), min_size=1, max_size=8), num_waking=st.integers(0, 3))
-def test_whoever_of_the_waiters_is_cancelled_the_others_are_admitted_in_turn(
+def test_after_any_cancellation_the_other_waiters_are_admitted_in_order(
     is_cancelled: list[bool], num_waking: int
 ) -> None:
     async def main() -> list[int]:
@@ -187,7 +187,7 @@ def test_a_place_is_kept_for_groups_that_become_due_together_in_a_later_step() -
     assert manager.may_train(first.scheduled_version, 1)
 
 
-def test_nobody_overtakes_a_waiter_that_was_let_go_and_has_not_run_yet() -> None:
+def test_no_waiter_overtakes_one_that_was_admitted_and_has_not_run_yet() -> None:
     async def main() -> tuple[bool, int]:
         manager = _AsyncStalenessManager(1, 1, 0)
         first = await manager.acquire_submission_slot()
@@ -210,7 +210,7 @@ def test_nobody_overtakes_a_waiter_that_was_let_go_and_has_not_run_yet() -> None
     are_running=st.lists(st.booleans(), min_size=16, max_size=16),
     holds_bound=st.booleans(),
 )
-def test_what_is_taken_up_from_a_checkpoint_fits_the_credits_and_the_bound(
+def test_groups_restored_from_a_checkpoint_fit_the_capacity_and_the_bound(
     bounds: tuple[int, int],
     batches: tuple[int, int],
     version: int,

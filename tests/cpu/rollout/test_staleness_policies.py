@@ -99,7 +99,7 @@ def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(
     assert states["running"] == states["finished"] == states["new"] == simulation.staleness.num_running == 0
 
 
-def test_what_resample_gives_up_is_drawn_again_and_counted_as_wasted() -> None:
+def test_groups_dropped_by_resample_are_drawn_again_and_counted_as_wasted() -> None:
     simulation = simulate(replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1))
     totals, counts = simulation.trainer.totals, simulation.workers.counts
     assert totals.requeued_groups == counts["requeued_groups"] > 0
@@ -143,7 +143,7 @@ class _Segments:
         return await ModelledEngine.generate(self._engine, request)
 
 
-def test_tokens_that_an_engine_has_not_handed_over_when_a_group_is_given_up_are_counted() -> None:
+def test_tokens_that_an_engine_has_not_delivered_when_a_group_is_dropped_are_counted() -> None:
     engines: list[ModelledEngine] = []
 
     def around(engine: ModelledEngine) -> ModelledEngine:
@@ -157,7 +157,7 @@ def test_tokens_that_an_engine_has_not_handed_over_when_a_group_is_given_up_are_
 
 
 @pytest.mark.slow
-def test_the_account_of_a_group_that_is_given_up_includes_its_finished_members() -> None:
+def test_the_tokens_of_a_dropped_group_include_its_finished_samples() -> None:
     simulation = simulate(replace(LONG_TAILED, staleness_policy="resample", max_staleness_steps=1, group_size=8))
     delivered, totals = simulation.client.statistics()["tokens_total"], simulation.trainer.totals
     assert simulation.workers.counts["requeued_tokens"] == delivered - totals.trained_tokens > 0
@@ -250,7 +250,7 @@ def test_every_value_of_the_key_has_a_policy() -> None:
 
 
 @pytest.mark.slow
-def test_every_second_waited_for_the_bound_is_charged_to_the_group_that_came_late() -> None:
+def test_every_second_waited_for_the_bound_is_attributed_to_the_late_group() -> None:
     simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))
     totals = simulation.trainer.totals
     assert totals.staleness_wait_seconds > 0
@@ -274,7 +274,7 @@ def test_the_bound_that_is_said_to_cost_less_does(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_waited_for_the_bound_names_whom_it_waited_for_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_waited_for_the_bound_logs_the_groups_it_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="skyrl_async.metrics.recorder"):
         simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))
     lines = [record.getMessage() for record in caplog.records]
@@ -283,7 +283,7 @@ def test_a_step_that_waited_for_the_bound_names_whom_it_waited_for_in_the_log(ca
     assert any(f"s to hold the staleness bound, longest for {worst} (" in line for line in lines)
 
 
-def test_where_nothing_is_waited_for_the_summary_says_so() -> None:
+def test_the_summary_says_when_nothing_was_waited_for() -> None:
     sentence = simulate(replace(LONG_TAILED, sigma=0.0)).trainer.totals.summary()["staleness_bound"]
     assert sentence == "trainer.max_staleness_steps=2 cost no waiting"
 

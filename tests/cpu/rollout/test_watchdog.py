@@ -255,7 +255,7 @@ async def test_the_slowest_sample_comes_first_and_those_that_ended_are_no_longer
     assert [s.sample_index for s in progress.statuses("p", 0.0)] == [None]
 
 
-def test_a_wait_for_groups_of_which_none_is_in_flight_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_groups_says_when_none_is_in_flight(caplog: pytest.LogCaptureFixture) -> None:
     """No prompt is ever admitted."""
 
     async def main() -> None:

@@ -25,7 +25,7 @@ from tests.cpu.rollout.test_failed_samples import request, row
     phases=st.lists(st.tuples(st.integers(1, 10), st.integers(1, 50)), max_size=4),
 )
 @example(begin=3, timeout=5, phases=[(2, 10)])  # begun while time stands still
-def test_a_deadline_passes_after_its_seconds_of_the_time_that_passes(
+def test_a_deadline_passes_after_its_seconds_without_those_of_outages(
     begin: int, timeout: int, phases: list[tuple[int, int]]
 ) -> None:
     """``phases`` are seconds that pass and seconds that do not, in turns; in the end time passes. It begins in the middle of a second."""
@@ -50,7 +50,7 @@ def test_a_deadline_passes_after_its_seconds_of_the_time_that_passes(
     assert run_in_virtual_time(main()) == (counted[4 * timeout] + 1) / 4
 
 
-def test_a_deadline_that_has_passed_stays_passed() -> None:
+def test_an_expired_deadline_stays_expired() -> None:
     async def main() -> None:
         deadlines = Deadlines()
 
@@ -68,7 +68,7 @@ def test_a_deadline_that_has_passed_stays_passed() -> None:
     run_in_virtual_time(main())
 
 
-def test_what_ends_in_time_is_not_disturbed_by_what_comes_later() -> None:
+def test_a_block_that_ends_in_time_is_not_affected_by_later_outages() -> None:
     async def main() -> None:
         deadlines = Deadlines()
         async with deadlines.within(1.0):
@@ -80,7 +80,7 @@ def test_what_ends_in_time_is_not_disturbed_by_what_comes_later() -> None:
     run_in_virtual_time(main())
 
 
-def test_with_two_reasons_to_stand_still_time_passes_when_both_are_gone() -> None:
+def test_a_deadline_suspended_for_two_reasons_counts_again_when_both_are_gone() -> None:
     async def main() -> float:
         deadlines, loop = Deadlines(), asyncio.get_running_loop()
         deadlines.suspend("no engine")

@@ -73,7 +73,7 @@ TestAQueue.settings = settings(stateful_step_count=40)
         max_size=8,
     )
 )
-def test_one_holds_at_a_time_in_the_order_they_asked_whoever_is_cancelled_or_fails(
+def test_one_member_holds_the_devices_at_a_time_in_the_order_of_requests_despite_cancellations_and_failures(
     visits: list[tuple[str, int, int, int | None, bool]],
 ) -> None:
     async def main() -> None:
@@ -138,7 +138,7 @@ def test_a_cancellation_at_any_await_keeps_no_lease_and_gives_none_away(victim: 
     run_in_virtual_time(main())
 
 
-def test_it_says_who_held_the_devices_and_who_waited_for_how_long() -> None:
+def test_statistics_name_the_holder_and_count_seconds_held_and_waited() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
 
@@ -179,7 +179,7 @@ def test_groups_overlap_each_other() -> None:
     assert run_in_virtual_time(main()) == 2.0
 
 
-def test_a_lease_inside_of_ones_own_is_refused_instead_of_waited_for() -> None:
+def test_a_lease_inside_another_of_the_same_task_is_refused() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         async with group.lease("policy"):
@@ -192,7 +192,7 @@ def test_a_lease_inside_of_ones_own_is_refused_instead_of_waited_for() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_stage_of_another_group_gets_no_lease() -> None:
+def test_a_member_of_another_group_is_refused() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         with pytest.raises(StateError, match="expected one of policy, ref, generate, .* got 'reward'"):
@@ -203,7 +203,7 @@ def test_a_stage_of_another_group_gets_no_lease() -> None:
     run_in_virtual_time(main())
 
 
-def test_one_lease_lasts_over_several_calls_until_it_is_left() -> None:
+def test_a_lease_lasts_over_several_calls_until_it_is_released() -> None:
     async def main() -> None:
         group = DeviceGroup(MEMBERS)
         lease = DeviceLease(group, "policy")
@@ -229,7 +229,7 @@ def test_one_lease_lasts_over_several_calls_until_it_is_left() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_lease_without_a_group_holds_what_nobody_else_wants() -> None:
+def test_a_lease_without_a_group_is_always_held() -> None:
     async def main() -> None:
         lease = DeviceLease()
         assert lease.is_held

@@ -41,26 +41,26 @@ async def work_for(seconds: float, **pings: Ping) -> str:
     return f"done at {loop.time():g}"
 
 
-def test_who_is_silent_for_too_long_ends_the_work_by_name() -> None:
+def test_a_process_that_is_silent_for_too_long_ends_the_work_and_is_named() -> None:
     lively, asked = delayed(3.0, 19.0)
     assert run_in_virtual_time(work_for(1000.0, a=lively, b=delayed(0.0, 1e9)[0])) == "b at 30"
     assert asked == [5.0, 13.0]
 
 
-def test_work_that_ends_in_time_asks_nobody_any_more() -> None:
+def test_no_process_is_pinged_after_the_work_has_ended() -> None:
     silent, asked = delayed(1e9)
     assert run_in_virtual_time(work_for(24.9, a=silent)) == "done at 24.9"
     assert asked == [5.0]
 
 
-def test_an_error_of_a_ping_is_raised_as_it_is() -> None:
+def test_an_error_of_a_ping_is_raised_unchanged() -> None:
     async def ping() -> None:
         raise OSError("gone")
 
     assert run_in_virtual_time(work_for(1000.0, a=ping)) == "gone at 5"
 
 
-def test_the_error_of_the_work_is_raised_as_it_is() -> None:
+def test_an_error_of_the_work_is_raised_unchanged() -> None:
     async def main() -> None:
         async with listening({"a": delayed(1e9)[0]}, HEARTBEAT, GoneError):
             await asyncio.sleep(10.0)
@@ -75,7 +75,7 @@ def ticks(heartbeat: Heartbeat, times: Sequence[float]) -> Callable[[], list[boo
     return lambda: [silence.tick(now) for now in times]
 
 
-def test_a_time_in_which_nobody_could_ask_is_no_silence() -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count_as_silence() -> None:
     """The process that asks was stopped for a quarter of an hour."""
     assert ticks(HEARTBEAT, [5.0, 905.0, 910.0, 915.0])() == [False, False, False, True]
 

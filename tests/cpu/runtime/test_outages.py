@@ -54,33 +54,35 @@ def play(
 
 
 @pytest.mark.parametrize("policy", OnFailedSamples)
-def test_what_fails_in_an_outage_is_played_again_after_it_and_costs_no_retry(policy: OnFailedSamples) -> None:
+def test_a_sample_that_fails_in_an_outage_is_generated_again_after_it_without_using_a_retry(
+    policy: OnFailedSamples,
+) -> None:
     generator = Scripted({0: [FAIL]})
     assert rewards(play(generator, outage(0.5, 50.0), policy=policy)) == [0, 1, 2, 3]
     assert generator.asked == [(0, 1, 2, 3), (0,)]
     assert generator.times == [0.0, 50.0]
 
 
-def test_what_fails_because_of_an_outage_that_is_over_by_then_costs_no_retry_either() -> None:
+def test_a_sample_that_fails_because_of_an_outage_that_has_ended_uses_no_retry_either() -> None:
     """A session that went with its front end is missed when another one serves."""
     generator = Scripted({0: [FAIL]})
     assert rewards(play(generator, outage(0.25, 0.5))) == [0, 1, 2, 3]
     assert generator.times == [0.0, 4.0]
 
 
-def test_what_hangs_after_an_outage_is_lost_to_its_deadline_which_stood_still() -> None:
+def test_a_sample_that_hangs_after_an_outage_misses_its_deadline_later_by_the_outage() -> None:
     generator = Scripted({0: [HANG]})
     assert rewards(play(generator, outage(5.0, 1000.0))) == [0, 1, 2, 3]
     assert generator.times == [0.0, 1095.0]
 
 
 @pytest.mark.parametrize(("script", "begin"), [([FAIL, FAIL], 0.5), ([FAIL], 10.0)])
-def test_what_fails_without_an_outage_counts(script: list[str], begin: float) -> None:
+def test_a_failure_without_an_outage_uses_a_retry(script: list[str], begin: float) -> None:
     with pytest.raises(ValueError, match="sample 0 broke"):
         play(Scripted({0: script}), outage(begin, 50.0))
 
 
-def test_an_outage_that_is_given_up_ends_the_rollout_as_itself() -> None:
+def test_an_outage_that_is_given_up_ends_the_rollout_with_its_error() -> None:
     def schedule(outages: Outages) -> None:
         outages.begin("no engine")
         asyncio.get_running_loop().call_at(50.0, outages.give_up, "no engine", "every restart is used up")
@@ -100,7 +102,7 @@ def send_until(answered_at: float, times: list[float]) -> Callable[[], Awaitable
     return send
 
 
-def test_what_an_outage_kept_from_being_answered_is_sent_again_when_it_is_over() -> None:
+def test_a_request_that_an_outage_left_unanswered_is_sent_again_after_it() -> None:
     times: list[float] = []
 
     async def main() -> str:
@@ -112,7 +114,7 @@ def test_what_an_outage_kept_from_being_answered_is_sent_again_when_it_is_over()
     assert times == [0.0, 600.0]
 
 
-def test_without_news_it_is_sent_again_now_and_then_until_time_is_up() -> None:
+def test_without_a_known_outage_a_request_is_sent_again_until_its_time_is_up() -> None:
     times: list[float] = []
 
     async def main() -> str:
@@ -124,7 +126,7 @@ def test_without_news_it_is_sent_again_now_and_then_until_time_is_up() -> None:
     assert 900.0 <= times[-1] <= 905.0
 
 
-def test_only_outages_are_waited_out_and_only_where_that_is_asked_for() -> None:
+def test_only_outage_errors_are_sent_again_and_only_with_a_timeout() -> None:
     async def refuse() -> str:
         raise GenerationError("wrong key")
 
@@ -136,7 +138,7 @@ def test_only_outages_are_waited_out_and_only_where_that_is_asked_for() -> None:
     assert times == [0.0]
 
 
-def test_a_pool_without_engines_is_an_outage_until_one_comes_or_none_will() -> None:
+def test_a_pool_without_engines_is_an_outage_until_one_joins_or_it_gives_up() -> None:
     async def main() -> float:
         pool, loop = EnginePool([engine("engine-0")], wait_s=None), asyncio.get_running_loop()
         outages = pool.deadlines.outages

@@ -192,7 +192,7 @@ def test_every_item_goes_through_once_in_order_or_the_first_error_ends_everythin
         assert all(stage.statistics()["items"] == num_items for stage in stages)
 
 
-def test_a_full_channel_holds_its_producer_and_the_stage_says_so() -> None:
+def test_a_full_channel_blocks_its_producer_and_the_stage_shows_it() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         inputs, outputs = Channel[int](9), Channel[int](1)
@@ -217,7 +217,7 @@ def test_a_full_channel_holds_its_producer_and_the_stage_says_so() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_turn_is_for_the_items_that_wait_and_ends_though_others_keep_coming() -> None:
+def test_a_lease_serves_the_items_that_have_arrived_and_ends_although_others_come() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         inputs, group, stage = Channel[int](99), DeviceGroup(["logp", "policy"]), Stage("logp", loop.time)
@@ -252,7 +252,7 @@ def test_a_turn_is_for_the_items_that_wait_and_ends_though_others_keep_coming() 
     run_in_virtual_time(main())
 
 
-def test_a_stage_that_works_on_many_items_shows_the_one_it_has_had_for_the_longest() -> None:
+def test_a_stage_with_many_items_shows_the_one_in_work_for_the_longest() -> None:
     now = [0.0]
     stage = Stage("generate", lambda: now[0])
     with stage.lane() as first, stage.lane() as second:
@@ -272,7 +272,7 @@ def test_a_stage_that_works_on_many_items_shows_the_one_it_has_had_for_the_longe
         pass
 
 
-def test_work_that_is_no_item_of_its_own_is_shown_and_not_counted() -> None:
+def test_work_that_is_not_an_item_is_shown_and_not_counted() -> None:
     stage = Stage("train", lambda: 0.0)
     with stage.lane() as lane:
         lane.wait_for_input()
@@ -300,7 +300,7 @@ def test_an_item_that_waits_for_devices_is_shown_and_counted_once_it_is_through(
     assert stage.statistics()["items"] == 1 and stage.statistics()["processing_seconds"] == 0.0
 
 
-def test_an_error_inside_is_the_stages_and_a_cancellation_is_not() -> None:
+def test_an_error_in_a_lane_fails_the_stage_and_a_cancellation_does_not() -> None:
     stage = Stage("reward", lambda: 0.0)
 
     def work_on(item: str, error: BaseException) -> None:
@@ -375,7 +375,7 @@ def test_a_closed_channel_gives_what_it_holds_and_takes_nothing() -> None:
     run_in_virtual_time(main())
 
 
-def test_joining_waits_for_what_was_taken_too() -> None:
+def test_joining_waits_for_items_that_were_taken_and_are_not_done() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         channel = Channel[int](1)

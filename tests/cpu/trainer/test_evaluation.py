@@ -45,14 +45,14 @@ def evaluator(player: Player, num_prompts: int = 4) -> Evaluator:
     return Evaluator(config, player, [Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)])
 
 
-async def test_requests_wait_in_line_like_groups_that_are_admitted_now() -> None:
+async def test_requests_of_an_evaluation_have_the_priority_of_groups_admitted_now() -> None:
     player = Player()
     result = await evaluator(player).evaluate(3, priority=17)
     assert result is not None and result.reward == 1.0 and result.num_prompts == 3 and result.num_tokens == 12
     assert {(request.priority, request.is_evaluation) for request in player.requests} == {(17, True)}
 
 
-async def test_no_more_prompts_are_played_at_once_than_their_quota() -> None:
+async def test_no_more_prompts_are_evaluated_at_once_than_configured() -> None:
     class Slow(Player):
         num_open = most_open = 0
 
@@ -83,7 +83,7 @@ async def test_a_prompt_that_fails_is_left_out_and_counted() -> None:
     assert result is not None and result.reward == 1.5 and result.num_failed == 2
 
 
-async def test_when_all_fail_the_last_failure_is_told() -> None:
+async def test_when_all_prompts_fail_the_error_names_the_last_failure() -> None:
     with pytest.raises(
         GenerationError, match=r"all 1 evaluation rollouts failed; the last one \(0\): ValueError: refused"
     ):

@@ -126,9 +126,7 @@ def test_contract_7_a_stopped_run_ends_in_time_and_loses_no_finished_group(
 
 
 @pytest.mark.parametrize("at", [2.0, 3.1, 4.7, 6.0, 8.9])
-def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_the_reason(
-    tmp_path: Path, at: float
-) -> None:
+def test_contract_7_a_run_that_cannot_go_on_saves_its_state_and_ends_with_the_reason(tmp_path: Path, at: float) -> None:
     gone = InferenceError("server.max_restarts=0 are used up")
     settings = replace(LONG_TAILED, max_staleness_steps=1, checkpoint_interval_steps=1)
 
@@ -153,7 +151,7 @@ def test_contract_7_a_run_that_cannot_go_on_saves_what_there_is_and_ends_with_th
     assert again.trainer.totals.wasted_tokens == 0
 
 
-def test_what_fails_once_a_run_cannot_go_on_does_not_hide_the_reason(tmp_path: Path) -> None:
+def test_later_failures_do_not_hide_why_a_run_cannot_go_on(tmp_path: Path) -> None:
     async def main() -> None:
         stop = ShutdownRequest()
 

@@ -167,7 +167,7 @@ def test_contract_8_too_many_failures_stop_the_run_with_the_last_error() -> None
         simulate(LONG_TAILED, generator_over=lambda client: Failing(client, always, 9))
 
 
-def test_a_run_that_too_many_failures_stop_goes_on_from_what_it_had_trained(tmp_path: Path) -> None:
+def test_a_run_stopped_by_too_many_failures_resumes_from_what_it_had_trained(tmp_path: Path) -> None:
     settings = replace(LONG_TAILED, num_steps=None, num_epochs=1, num_prompts=64, checkpoint_interval_steps=1000)
     broken = {f"p{i}" for i in range(64)}
 
@@ -228,7 +228,7 @@ def test_a_generator_with_a_wrong_number_of_trajectories_is_named() -> None:
         simulate(LONG_TAILED, generator_over=Short)
 
 
-def test_a_failing_trainer_stops_generation_and_gives_every_prompt_back() -> None:
+def test_a_failing_trainer_stops_generation_and_requeues_every_prompt() -> None:
     async def main() -> Simulation:
         simulation = Simulation(LONG_TAILED)
 

@@ -121,7 +121,7 @@ def test_contract_1_and_2_under_failures_and_deaths_each_uid_is_in_one_state_and
         assert ended["trained_total"] + ended["failed_total"] == 2 * 21, "an epoch's end loses nobody"
 
 
-def test_a_group_admitted_in_the_moment_in_which_the_run_fails_is_given_back() -> None:
+def test_a_group_admitted_in_the_moment_in_which_the_run_fails_is_requeued() -> None:
     """Its task is cancelled before it has begun, so nothing in it could have given the prompt back."""
 
     class OneDies(ModelledGenerator):
@@ -143,7 +143,7 @@ def test_a_group_admitted_in_the_moment_in_which_the_run_fails_is_given_back() -
     assert simulation.staleness.next_index > 24, "the failed group's replacement had been admitted"
 
 
-def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
+def test_requeued_prompts_are_drawn_again_in_their_order() -> None:
     async def main() -> tuple[list[str], list[str]]:
         simulation = Simulation(LONG_TAILED)
         generating = asyncio.ensure_future(simulation.workers.run())
@@ -160,7 +160,7 @@ def test_prompts_given_back_are_drawn_again_in_their_order() -> None:
     assert again == expected
 
 
-def test_a_generator_that_makes_an_error_of_its_cancellation_is_cancelled_all_the_same() -> None:
+def test_a_generator_that_turns_its_cancellation_into_an_error_is_still_cancelled() -> None:
     class Stubborn(ModelledGenerator):
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
             try:
@@ -269,7 +269,7 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
             assert max(logged(simulation, "async/staleness_max"), default=0) <= bounds[1]
 
 
-def test_contract_1_a_group_given_up_when_all_data_was_drawn_is_drawn_again_and_trained() -> None:
+def test_contract_1_a_group_requeued_when_all_data_was_drawn_is_drawn_again_and_trained() -> None:
     """At the end nothing is generated any more; what waits in the buffer is overtaken by the steps made of what is before it."""
     num_redrawn = 0
     for seed in range(4):
@@ -348,7 +348,7 @@ def test_tokens_logged_with_the_steps_add_up_to_the_total() -> None:
     assert totals.summary()["trainer_idle_frac"] == pytest.approx(idle / totals.training_seconds)
 
 
-def test_contract_2_what_the_bound_costs_is_logged_and_summed_up() -> None:
+def test_contract_2_the_cost_of_the_bound_is_logged_and_summarised() -> None:
     simulation = simulate(replace(LONG_TAILED, max_staleness_steps=1))
     summary = simulation.trainer.totals.summary()
     for name in ("over_bound_frac", "wasted_tokens", "length_ratio"):

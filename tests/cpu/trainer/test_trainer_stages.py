@@ -278,7 +278,7 @@ def test_an_error_in_any_other_stage_ends_the_run_with_its_cause_too(stage: str)
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_held_out_prompts_are_played_before_and_after_training_where_that_is_wanted(is_wanted: bool) -> None:
+def test_held_out_prompts_are_evaluated_before_and_after_training_where_configured(is_wanted: bool) -> None:
     simulation, _ = run(
         replace(
             SLOW_PUBLISH,
@@ -302,7 +302,7 @@ def test_every_stage_is_done_when_the_data_has_ended() -> None:
     ]
 
 
-def test_every_step_says_where_each_stage_is_and_how_it_spent_its_time() -> None:
+def test_every_step_logs_the_state_of_each_stage_and_how_it_spent_its_time() -> None:
     simulation, _ = run(replace(SLOW_PUBLISH, eval_interval_steps=4, num_eval_prompts=4))
     steps = [values for _, values in simulation.logged if "trainer/epoch" in values]
     assert len(steps) == SLOW_PUBLISH.num_steps
@@ -491,7 +491,7 @@ def evaluations_of(simulation: Simulation) -> list[tuple[int, float, float]]:
     return [(s, v["eval/version_min"], v["eval/version_max"]) for s, v in simulation.logged if "reward/eval" in v]
 
 
-def test_held_out_prompts_are_played_under_one_version_while_training_goes_on() -> None:
+def test_held_out_prompts_are_evaluated_under_one_version_while_training_goes_on() -> None:
     simulation, events = run(VALIDATING)
     found = evaluations_of(simulation)
     assert [step for step, _, _ in found] == [0, 3, 6, 9, 12]
@@ -531,7 +531,7 @@ def test_what_the_end_of_the_data_left_unpublished_waits_for_a_pinned_evaluation
     assert evaluations_of(simulation) == [(0, 0, 0), (4, 4, 4), (5, 5, 5)]
 
 
-def test_a_stop_after_a_step_that_is_not_due_publishes_it_not(tmp_path: Path) -> None:
+def test_a_stop_after_a_step_whose_publish_is_not_due_does_not_publish_it(tmp_path: Path) -> None:
     """Groups of the next batch are in flight, under which weights must not change here."""
 
     async def main() -> None:
@@ -633,7 +633,7 @@ def test_without_pinning_each_evaluation_is_logged_at_a_version_that_its_tokens_
 
 @pytest.mark.slow
 @given(bound=st.integers(0, 2), every=st.integers(1, 3), sigma=st.sampled_from([0.0, 1.2]))
-def test_pinned_evaluations_hold_up_no_bound_for_ever(bound: int, every: int, sigma: float) -> None:
+def test_pinned_evaluations_do_not_block_the_bound_for_ever(bound: int, every: int, sigma: float) -> None:
     simulation, _ = run(replace(VALIDATING, max_staleness_steps=bound, eval_interval_steps=every, sigma=sigma))
     assert simulation.trainer.served_version == VALIDATING.num_steps
     assert all(step == oldest == newest for step, oldest, newest in evaluations_of(simulation))
@@ -692,7 +692,7 @@ def interrupted_while_evaluating(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_evaluation_that_a_run_owed_is_made_when_it_is_taken_up(is_killed: bool, tmp_path: Path) -> None:
+def test_an_evaluation_that_was_due_is_made_when_the_run_resumes(is_killed: bool, tmp_path: Path) -> None:
     """A killed one has the checkpoint that was written just before the evaluation."""
     stopped_at = interrupted_while_evaluating(tmp_path)
     step = 4 if is_killed else stopped_at

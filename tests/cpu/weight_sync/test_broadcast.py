@@ -239,7 +239,7 @@ def test_an_engine_that_dies_in_a_broadcast_is_left_out_and_the_others_get_the_v
     run_in_virtual_time(main())
 
 
-def test_an_engine_that_stands_still_is_closed_after_the_timeout() -> None:
+def test_an_engine_that_hangs_is_closed_after_the_timeout() -> None:
     async def main() -> None:
         setting = Setting(["fine", "freeze"], [])
         await setting.publisher.publish(0)
@@ -270,7 +270,7 @@ def test_a_broadcast_that_breaks_off_without_a_death_is_a_failed_publish_that_ma
     run_in_virtual_time(main())
 
 
-def test_what_breaks_a_group_that_was_there_fails_no_publish() -> None:
+def test_a_broken_older_group_fails_no_publish() -> None:
     """Such as a rank 0 that was replaced since: the same file is sent in a group formed anew."""
 
     async def main() -> None:
@@ -283,7 +283,7 @@ def test_what_breaks_a_group_that_was_there_fails_no_publish() -> None:
     run_in_virtual_time(main())
 
 
-def test_policy_workers_that_are_gone_for_good_end_a_broadcast_as_themselves() -> None:
+def test_policy_workers_that_are_gone_for_good_end_a_broadcast_with_their_error() -> None:
     async def main() -> None:
         setting = Setting([])
 

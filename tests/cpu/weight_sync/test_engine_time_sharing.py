@@ -160,7 +160,7 @@ def test_synchronous_training_is_the_same_wherever_it_is_placed_and_validation_i
     assert steps[0] == steps[1]
 
 
-def test_engines_that_die_in_any_turn_cost_no_group() -> None:
+def test_engines_that_die_under_any_lease_cost_no_group() -> None:
     async def main() -> None:
         simulation = Simulation(SHARED)
         watched(simulation)
@@ -235,7 +235,7 @@ def test_generation_gets_its_shortest_turn_between_any_two_of_others_and_loses_n
     run_in_virtual_time(main())
 
 
-def test_who_wants_idle_engines_devices_has_them_at_once() -> None:
+def test_idle_engines_release_their_devices_at_once() -> None:
     async def main() -> None:
         setting, loop = Setting(min_slice_s=1000.0), asyncio.get_running_loop()
         async with setting.turns.running():
@@ -281,7 +281,7 @@ def test_whoever_holds_engines_keeps_their_turn_and_whoever_comes_later_waits_fo
     run_in_virtual_time(main())
 
 
-def test_a_bug_in_a_turn_ends_the_run_with_it() -> None:
+def test_an_error_under_a_lease_ends_the_run_with_that_error() -> None:
     async def main() -> None:
         setting = Setting(min_slice_s=0.0)
 
@@ -296,7 +296,7 @@ def test_a_bug_in_a_turn_ends_the_run_with_it() -> None:
     run_in_virtual_time(main())
 
 
-def test_engines_that_are_all_gone_keep_nobody_from_a_turn() -> None:
+def test_engines_that_are_all_gone_block_no_lease() -> None:
     async def main() -> None:
         setting = Setting(min_slice_s=1.0)
         async with setting.turns.running():
