@@ -77,9 +77,8 @@ def training_settings(config: Config, policy_path: Path, num_steps: int) -> Trai
     deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
     return from_section(
         TrainingSettings,
-        training,
+        *(training, config.policy),
         policy_path=str(policy_path),
-        trust_remote_code=config.policy.trust_remote_code,
         device=training_device(training).name,
         serve_dtype=config.policy.dtype.name,
         shares_weights=config.weight_sync.transfer is WeightTransfer.ipc,

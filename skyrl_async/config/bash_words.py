@@ -9,7 +9,7 @@ argument, a variable set in a branch) stays as it is written, with the reason.
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from skyrl_async.arithmetic import OPERATIONS, value_of
@@ -79,7 +79,7 @@ class Text:
     """Why parts of it stand as they are written, a reason each; empty: it is what bash would have."""
 
     def __add__(self, other: "Text") -> "Text":
-        return Text(self.text + other.text, (*self.unknown, *(why for why in other.unknown if why not in self.unknown)))
+        return Text(self.text + other.text, tuple(dict.fromkeys((*self.unknown, *other.unknown))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +243,14 @@ def _concatenated(parts: Iterable[list[Text]]) -> list[Text]:
     """Fields of a word of several parts: the last of one goes on with the first of the next."""
     fields: list[Text] = []
     for part in parts:
-        first, others = part[:1], part[1:]
-        if fields and first:
-            fields[-1] += first[0]
+        if fields and part:
+            fields[-1] += part[0]
+            fields += part[1:]
         else:
-            fields += first
-        fields += others
+            fields += part
     return fields
 
 
 def _joined(values: list[Text]) -> Text:
-    joined = Text("")
-    for i, value in enumerate(values):
-        joined = joined + replace(value, text=f" {value.text}" if i else value.text)
-    return joined
+    reasons = dict.fromkeys(why for value in values for why in value.unknown)
+    return Text(" ".join(value.text for value in values), tuple(reasons))

@@ -238,13 +238,13 @@ class Simulation:
         )
 
     def _make_publisher(self) -> WeightPublisher:
-        return WeightPublisher(
+        return from_section(
+            WeightPublisher,
+            self._settings,
             client=self.client,
             policy=leasing_policy(self.policy, self.device_groups),
             directory=Path("unused"),
             bucket_bytes=1,
-            double_buffer=self._settings.double_buffer,
-            pause_mode=self._settings.pause_mode,
             max_retries=self._settings.max_publish_retries,
             hold_engines=self.engine_time_sharing.holding if self.engine_time_sharing else nullcontext,
             trace=self._trace,
