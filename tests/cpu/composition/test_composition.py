@@ -89,7 +89,9 @@ class TestLogprobs:
             (("trainer.algorithm.policy_loss_type=decoupled_ppo",), ["logp"]),
         ],
     )
-    def test_there_is_a_stage_for_what_the_loss_asks_for(self, overrides: tuple[str, ...], stages: list[str]) -> None:
+    def test_a_loss_that_needs_log_probs_gets_a_stage_for_them(
+        self, overrides: tuple[str, ...], stages: list[str]
+    ) -> None:
         assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts(), {})) == stages
 
     async def test_a_group_goes_through_both_stages_on_the_policy_workers_where_there_are_no_others(self) -> None:

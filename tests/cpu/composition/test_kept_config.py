@@ -21,7 +21,7 @@ def test_a_new_run_keeps_its_configuration_at_once_for_its_owner_only(tmp_path: 
     assert (tmp_path / "config.yaml").stat().st_mode & 0o077 == 0
 
 
-def test_a_run_that_goes_on_says_what_is_different_and_replaces_the_file_when_it_is_taken_up(tmp_path: Path) -> None:
+def test_a_resumed_run_lists_changed_settings_and_replaces_its_configuration_file(tmp_path: Path) -> None:
     RunConfigFile(tmp_path, config_of("training.lr=3e-4", "server.api_key=one"), None)
     resumed = config_of("trainer.max_staleness_steps=1", "server.api_key=two", "trainer.resume_mode=none")
     kept = RunConfigFile(tmp_path, resumed, 40)
@@ -62,7 +62,7 @@ def test_trackers_are_told_the_bound_that_follows_from_the_schedule() -> None:
     assert told["trainer"]["max_staleness_steps"] == 1 and told["server"]["api_key"] is None
 
 
-def test_nothing_is_put_aside_where_nothing_changes(tmp_path: Path) -> None:
+def test_no_configuration_is_kept_aside_where_nothing_changes(tmp_path: Path) -> None:
     RunConfigFile(tmp_path, config_of(), None)
     RunConfigFile(tmp_path, config_of(), 40).replace()
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

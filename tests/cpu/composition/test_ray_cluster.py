@@ -42,7 +42,7 @@ def test_without_groups_actors_reserve_what_their_own_keys_say_and_go_where_ray_
     assert (worker.num_cpus, worker.strategies) == (2.0, None)
 
 
-def test_bundles_are_dealt_out_machine_by_machine_and_the_policy_gets_this_one() -> None:
+def test_bundles_are_assigned_machine_by_machine_and_the_policy_gets_this_one() -> None:
     sizes = {
         "policy": StageSize(num_actors=4, num_key="training.num_workers"),
         "ref": StageSize(num_actors=2, num_key="n"),

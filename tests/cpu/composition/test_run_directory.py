@@ -116,7 +116,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_its_record_is
 
 
 @pytest.mark.parametrize("steps", [(), (0,)], ids=["nothing", "an evaluation"])
-def test_nothing_is_set_aside_of_a_run_that_trained_no_step(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_no_record_of_a_run_that_trained_no_step_is_set_aside(tmp_path: Path, steps: tuple[int, ...]) -> None:
     run_dir = run_in(tmp_path / "run", steps=steps)
     assert step_taken_up(run_dir, LATEST) is None
     assert not (run_dir / "set_aside_1").exists()
@@ -127,7 +127,7 @@ def test_nothing_is_set_aside_of_a_run_that_trained_no_step(tmp_path: Path, step
     [(LATEST,), (LATEST, EVAL_ONLY), ("from_path",), ("from_path", EVAL_ONLY)],
     ids=["latest", "latest, evaluated", "back", "back, evaluated"],
 )
-def test_a_record_is_cut_only_when_the_checkpoint_is_taken_up(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_a_record_is_cut_only_when_the_checkpoint_is_resumed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """The run fails on its way there, before Ray starts."""
     run_dir = run_in(tmp_path / "run", steps=range(1, 48), checkpoints=[20, 40])
     given = from_path(run_dir / "checkpoints" / "global_step_20")

@@ -38,7 +38,7 @@ def test_what_a_living_process_holds_stays_and_what_a_killed_one_left_is_removed
     assert living.exitcode == 0 and not list(tmp_path.iterdir())
 
 
-def test_runs_that_start_together_do_not_take_each_other_s_for_left_over(tmp_path: Path) -> None:
+def test_runs_that_start_together_do_not_remove_each_other_s_directories(tmp_path: Path) -> None:
     missing: list[Path] = []
 
     def start() -> None:

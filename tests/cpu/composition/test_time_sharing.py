@@ -158,7 +158,7 @@ def test_log_prob_workers_that_die_while_a_version_is_sent_keep_no_engine_from_l
     run_in_virtual_time(main())
 
 
-def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_nobody_s_and_go_on_in_another() -> None:
+def test_log_prob_workers_that_die_under_a_lease_are_replaced_without_one_and_continue_under_another() -> None:
     async def main() -> None:
         groups = groups_by_member([["logp", "generate"]])
         started: list[Forward] = []
@@ -186,7 +186,7 @@ def test_log_prob_workers_that_die_in_a_turn_of_several_calls_are_replaced_in_no
 
 
 @pytest.mark.parametrize("has_own_workers", [True, False])
-def test_a_group_that_stands_in_line_for_devices_is_shown_and_not_processed(has_own_workers: bool) -> None:
+def test_a_group_waiting_for_devices_is_shown_and_not_processed(has_own_workers: bool) -> None:
     async def main() -> None:
         loop, spans = asyncio.get_running_loop(), list[tuple[str, float, float]]()
         member = "logp" if has_own_workers else "policy"
@@ -255,7 +255,7 @@ SHARED = SimulationSettings(
 
 
 @pytest.mark.parametrize("stages", [["ref_logp"], ["ref_logp", "logp"]])
-def test_groups_that_wait_for_log_probs_share_a_turn_and_each_is_a_call_of_its_own(stages: list[str]) -> None:
+def test_groups_waiting_for_log_probs_share_a_lease_and_each_is_a_call_of_its_own(stages: list[str]) -> None:
     """With a turn for each, engines would keep the devices for a second between one group and the next."""
     called: dict[str, list[str]] = {stage: [] for stage in stages}
 

@@ -43,7 +43,7 @@ def test_estimators_whose_gradient_in_the_reward_is_no_divergences(name: str, fo
     )
 
 
-def test_the_estimator_that_does_nothing_in_the_loss_and_none_where_nobody_chose() -> None:
+def test_k1_in_the_loss_is_advised_against_and_a_default_is_not() -> None:
     (found,) = advice(config_of(IN_THE_LOSS, f"{ALGORITHM}.kl_estimator_type=k1"))
     assert "kl_estimator_type=k1 does nothing in the mean with use_kl_loss=true" in found
     assert advice(config_of(IN_THE_LOSS)) == advice(config_of(IN_THE_REWARD)) == []

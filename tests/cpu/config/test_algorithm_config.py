@@ -250,7 +250,7 @@ def test_divergence_in_the_reward_asks_for_the_reference_and_is_applied_when_a_g
         ([KL, "trainer.algorithm.kl_estimator_type=k3"], None, math.exp(-0.5) - 1 + 0.5),
     ],
 )
-def test_nobody_has_to_know_which_estimator_goes_into_the_loss_and_which_into_the_reward(
+def test_the_default_estimator_depends_on_whether_it_is_in_the_loss_or_in_the_reward(
     overrides: list[str], in_the_loss: str | None, in_the_reward: float | None
 ) -> None:
     config = config_of(*overrides)

@@ -52,7 +52,7 @@ def test_keys_are_skyrls_and_become_bounds_on_the_ratio() -> None:
     assert settings_of("opsm_delta=0.1", "m2_threshold=0.04") == CorrectionSettings(opsm_delta=0.1, m2_threshold=0.04)
 
 
-def test_policy_workers_are_told_of_them() -> None:
+def test_corrections_reach_the_policy_workers() -> None:
     settings = training_settings(config_of("opsm_delta=0.1"), Path("policy"), 10)
     assert settings.correction == CorrectionSettings(opsm_delta=0.1)
     correction = make_objective(settings).correction
@@ -119,7 +119,7 @@ def test_policy_workers_are_told_of_them() -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_what_to_change(overrides: list[str], message: str) -> None:
+def test_values_without_a_meaning_are_refused_with_what_to_change(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(*overrides)
 

@@ -49,7 +49,7 @@ def test_nccl_is_refused_where_it_cannot_be_and_auto_broadcasts_by_gloo_there(
         assert broadcast_backend(config) == "gloo"
 
 
-def test_devices_of_their_own_are_broadcast_to_by_nccl_unless_gloo_is_asked_for() -> None:
+def test_engines_on_devices_of_their_own_receive_by_nccl_unless_gloo_is_asked_for() -> None:
     for transfer, backend in (
         (WeightTransfer.auto, "nccl"),
         (WeightTransfer.nccl, "nccl"),

@@ -119,7 +119,7 @@ def prompts(uids: list[str]) -> list[Prompt]:
     return [Prompt(uid=uid, messages=({"role": "user", "content": uid},), env_class="x") for uid in uids]
 
 
-async def test_a_prompt_given_back_is_drawn_next() -> None:
+async def test_a_requeued_prompt_is_drawn_next() -> None:
     loader = _AsyncDataloader(prompts(UIDS), seed=0, num_epochs=1)
     key, prompt = await loader.get_next_non_consumed_data()
     await loader.requeue(key)

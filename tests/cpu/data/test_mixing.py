@@ -70,12 +70,12 @@ def test_epochs_have_the_same_size_no_uid_twice_and_rows_of_a_source_equally_oft
         assert sum(counts) == pytest.approx(20 * weight * len(rows), abs=20)
 
 
-def test_the_order_of_turns_is_of_the_seed() -> None:
+def test_the_order_of_a_rotation_depends_on_the_seed() -> None:
     plans = [mixed((source("a", 40), 0.1), seed=seed)[1].of_epoch(0) for seed in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
 
 
-def test_prompts_left_out_as_too_long_take_no_turn() -> None:
+def test_prompts_left_out_as_too_long_are_in_no_rotation() -> None:
     _, rotation = weighted(source("a", 4), 0.5)
     assert rotation is not None
     plan = EpochPlan(["a0", "a3"], [rotation])
@@ -93,7 +93,7 @@ async def drawn(loader: _AsyncDataloader, num: int) -> list[tuple[int, str]]:
     return keys
 
 
-async def test_the_ledger_gives_out_each_epochs_uids_once_and_goes_on_after_a_checkpoint() -> None:
+async def test_the_ledger_draws_each_epochs_uids_once_and_continues_after_a_checkpoint() -> None:
     prompts, plan = mixed((source("a", 8), 0.5), (source("b", 2), 2))
     keys = await drawn(_AsyncDataloader(prompts, seed=3, num_epochs=2, plan=plan), 16)
     assert len(set(keys)) == 16

@@ -119,7 +119,7 @@ def test_a_block_of_python_is_run_and_answered_with_what_it_prints() -> None:
     assert environment.step(r"\boxed{45}")["reward"] == 1.0
 
 
-def test_a_program_that_fails_is_told_why_and_may_be_mended() -> None:
+def test_a_program_that_fails_is_told_why_and_may_be_corrected() -> None:
     environment = make_environment("code_multi_turn", {"reward_spec": {"ground_truth": DOUBLING}, "max_turns": 3})
     first = environment.step("no program")
     assert first["observations"] == [{"role": "user", "content": "Not yet: no fenced block of Python"}]

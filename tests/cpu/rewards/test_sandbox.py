@@ -70,7 +70,7 @@ def test_memory_is_limited() -> None:
     assert "MemoryError" in str(run("x = []\nwhile True: x.append(bytes(10**7))").failure)
 
 
-def test_a_flood_of_output_is_cut_and_said() -> None:
+def test_too_much_output_is_cut_and_named_in_the_failure() -> None:
     for stream in ("stdout", "stderr"):
         outcome = run(f"import sys\nwhile True: print('y' * 100, file=sys.{stream})")
         assert outcome.failure is not None
@@ -178,7 +178,7 @@ def test_the_environment_of_the_run_is_not_the_programs(monkeypatch: pytest.Monk
         ("import os\nos.setuid(12345)", "PermissionError"),
     ],
 )
-def test_other_ends_are_said(source: str, failure: str) -> None:
+def test_the_failure_names_any_other_end(source: str, failure: str) -> None:
     assert failure in str(run(source).failure)
 
 

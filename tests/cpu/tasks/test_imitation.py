@@ -83,7 +83,7 @@ def test_a_dataset_with_conversations_gets_a_tiny_policy_and_its_tokenizer(tmp_p
     assert tokenizer.decode(tokenizer.encode("1+1=2\n#### 2")) == "1+1=2\n#### 2"
 
 
-def test_conversations_are_refused_where_nobody_learns_them(tmp_path: Path) -> None:
+def test_conversations_are_refused_where_no_tiny_policy_learns_them(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "warm.jsonl", *WORKED)
     with pytest.raises(
         ConfigError, match=r"policy\.warm_start\.files must be empty unless policy=tiny and task=dataset or"

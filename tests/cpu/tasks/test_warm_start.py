@@ -117,7 +117,7 @@ def test_a_target_that_is_not_reached_is_logged(caplog: pytest.LogCaptureFixture
     assert "not policy.warm_start.target_accuracy=1.00, in 20" in caplog.text
 
 
-def test_a_policy_that_no_longer_does_what_it_could_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_lost_what_it_had_learned_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     trained(EchoTask(), replace(SHORT_PLAN, target_accuracy=0.0, min_tokens=0), seed=0)
     assert "left flawless answers a probability of 0.000, of the 0.30 that were learned" in caplog.text
 
