@@ -5,7 +5,7 @@ task, policy files ──> Ray ──> engines, policy workers, endpoint ──>
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.rank_process import seed_all
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -87,17 +88,7 @@ async def started_parts(
         if config.serves_endpoint:
             say("starting the endpoint")
             endpoint = await stack.enter_async_context(processes.endpoint(client, shutdown))
-        time_sharing = None
-        if GENERATE in groups:
-            time_sharing = EngineTimeSharing(
-                client,
-                groups[GENERATE],
-                min_slice_s=config.placement.min_generation_slice_s,
-                # Requests to the endpoint are not in this pool.
-                is_busy=lambda: endpoint is not None or client.pool.is_busy,
-                trace=trace,
-                clock=time.monotonic,
-            )
+        time_sharing = _time_sharing(config, client, groups, trace, has_endpoint=endpoint is not None)
         leasing = leasing_policy(policy, groups)
         hold_engines = time_sharing.holding if time_sharing else contextlib.nullcontext
         generator = make_generator(config, client, renderer, endpoint, run_dir, stack)
@@ -162,6 +153,27 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
         renderer = load_renderer(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, renderer, known_context(config, initial), say)
     return _Plan(prompts=prompts, files=files, initial=initial, renderer=renderer)
+
+
+def _time_sharing(
+    config: Config,
+    client: InferenceEngineClient,
+    groups: Mapping[str, DeviceGroup],
+    trace: Trace,
+    *,
+    has_endpoint: bool,
+) -> EngineTimeSharing | None:
+    """Make what pauses engines while others use their devices; None where they have them for themselves."""
+    if GENERATE not in groups:
+        return None
+    return EngineTimeSharing(
+        client,
+        groups[GENERATE],
+        min_slice_s=config.placement.min_generation_slice_s,
+        is_busy=lambda: has_endpoint or client.pool.is_busy,  # requests to the endpoint are not in this pool
+        trace=trace,
+        clock=time.monotonic,
+    )
 
 
 def _client(config: Config, engines: Sequence[InferenceEngine], renderer: ChatRenderer) -> InferenceEngineClient:
