@@ -43,46 +43,43 @@ class LossEntry:
 E = TypeVar("E", AdvantageEntry, LossEntry)
 
 
+@dataclass(eq=False)
 class Registry(Generic[E]):
-    """Names and paths that one configuration key may hold.
+    """Names and paths that one configuration key may hold."""
 
-    Args:
-        key: of the configuration, for messages.
-        builtin: name -> entry.
-        of_path: the entry of a function that nobody registered.
-        arguments: what the function is called with, for messages; their number is checked.
-    """
+    key: str
+    """The configuration key, for messages."""
+    kind: type[E]
+    """Makes the entry of a function that nobody registered."""
+    entries: dict[str, E]
+    """Name -> entry; the built-in ones at first."""
+    arguments: Callable[[E], tuple[str, ...]]
+    """What the function is called with, for messages; their number is checked."""
 
-    def __init__(
-        self, key: str, builtin: dict[str, E], of_path: Callable[[str], E], arguments: Callable[[E], tuple[str, ...]]
-    ) -> None:
-        self._key = key
-        self._builtin = frozenset(builtin)
-        self._entries: dict[str, E] = dict(builtin)
-        self._of_path: Callable[[str], E] = of_path
-        self._arguments: Callable[[E], tuple[str, ...]] = arguments
+    def __post_init__(self) -> None:
+        self._builtin = frozenset(self.entries)
 
     @property
     def names(self) -> list[str]:
         """All that are known here."""
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def register(self, name: str, entry: E) -> None:
         """Add a name, or replace one. Raises ``ConfigError`` for a name that reads as a path."""
         if ":" in name or not name:
-            raise ConfigError(f"{self._key} cannot be registered as {name!r}; give a name without a colon")
-        self._entries[name] = entry
+            raise ConfigError(f"{self.key} cannot be registered as {name!r}; give a name without a colon")
+        self.entries[name] = entry
         self._builtin -= {name}
 
     def entry(self, name: str) -> E:
         """What is behind a name or path. Raises ``ConfigError``: unknown, not importable, or called otherwise than we would."""
-        if name in self._entries:
-            return self._entries[name]
+        if name in self.entries:
+            return self.entries[name]
         if ":" not in name:
             expected = f"one of {', '.join(self.names)}, or package.module:function"
-            raise ConfigError(f"{self._key} must be {expected}, got {name!r}{did_you_mean(name, self._entries)}")
-        import_function(self._key, name)  # which may register it
-        entry = next((entry for entry in self._entries.values() if entry.path == name), self._of_path(name))
+            raise ConfigError(f"{self.key} must be {expected}, got {name!r}{did_you_mean(name, self.entries)}")
+        import_function(self.key, name)  # which may register it
+        entry = next((entry for entry in self.entries.values() if entry.path == name), self.kind(path=name))
         self.load(entry)
         return entry
 
@@ -92,13 +89,13 @@ class Registry(Generic[E]):
 
     def load(self, entry: E) -> Callable[..., Any]:
         """The function itself. Raises ``ConfigError`` as ``entry``."""
-        function = import_function(self._key, entry.path)
-        arguments = self._arguments(entry)
+        function = import_function(self.key, entry.path)
+        arguments = self.arguments(entry)
         try:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:
             raise ConfigError(
-                f"{self._key}={entry.path!r} must be a function of ({', '.join(arguments)}), got "
+                f"{self.key}={entry.path!r} must be a function of ({', '.join(arguments)}), got "
                 f"{getattr(function, '__name__', function)}{inspect.signature(function)}: {error}"
             ) from error
         return function
@@ -135,6 +132,7 @@ def _estimator(function: str, *, needs_mini_batch: bool = False, needs_groups: b
 
 ADVANTAGE_ESTIMATORS = Registry(
     "trainer.algorithm.advantage_estimator",
+    AdvantageEntry,
     {
         "grpo": _estimator("grpo_advantages"),
         "dr_grpo": _estimator("dr_grpo_advantages"),
@@ -143,7 +141,6 @@ ADVANTAGE_ESTIMATORS = Registry(
         "reinforce++": _estimator("reinforce_pp_advantages", needs_mini_batch=True, needs_groups=False),
         "reinforce++_baseline": _estimator("reinforce_pp_baseline_advantages", needs_mini_batch=True),
     },
-    lambda path: AdvantageEntry(path=path),
     lambda entry: ("groups",) if entry.needs_mini_batch else ("rewards",),
 )
 """A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
@@ -157,6 +154,7 @@ def _loss(function: str, *, needs_old_logprobs: bool = False, marker: str | None
 
 POLICY_LOSSES = Registry(
     "trainer.algorithm.policy_loss_type",
+    LossEntry,
     {
         "ppo_clip": _loss("ppo_clip"),
         "regular": _loss("ppo_clip"),
@@ -172,6 +170,5 @@ POLICY_LOSSES = Registry(
         "clip_cov": _loss("clip_cov", marker="clip_cov_marks"),
         "kl_cov": _loss("kl_cov", marker="kl_cov_marks"),
     },
-    lambda path: LossEntry(path=path),
     lambda entry: ("tokens", "constants"),
 )
