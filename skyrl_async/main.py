@@ -160,10 +160,8 @@ class _Run:
         """Run to the end, and explain on standard error what that is."""
         try:
             asyncio.run(self.execute())
-        except BaseExceptionGroup as failures:
-            error = first_failure(failures)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as end:
-            error = end
+        except BaseException as end:
+            error = first_failure(end)
         else:
             if self._trainer is not None and (failure := self._trainer.checkpoint_failure):
                 self._failures.insert(0, str(failure))

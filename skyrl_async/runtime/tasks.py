@@ -29,10 +29,10 @@ async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tupl
     return tuple(task.result() for task in tasks)
 
 
-def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the group failed of: its first exception that is no group and was not raised while its task was being cancelled.
+def first_failure(failures: BaseException) -> BaseException:
+    """What a group failed of: its first exception that is no group and was not raised while its task was being cancelled.
 
-    A task group lists its body's own error last, behind whatever its tasks made of their cancellation.
+    A task group lists its body's own error last, behind whatever its tasks made of their cancellation. Any other exception is returned.
     """
     leaves = list(_leaves(failures))
     return next((leaf for leaf in leaves if not _comes_of_cancellation(leaf)), leaves[0])

@@ -18,16 +18,7 @@ _TOKEN_BOUNDS = tuple(
 )
 
 
-def rules(config: Config) -> Iterator[str]:
-    """All rules of this module."""
-    yield from _estimator_rules(config)
-    yield from _loss_rules(config)
-    yield from _divergence_rules(config)
-    yield from _worker_rules(config)
-    yield from _sampling_rules(config)
-
-
-def _estimator_rules(config: Config) -> Iterator[str]:
+def estimator_rules(config: Config) -> Iterator[str]:
     """The estimator is known, has enough samples, rewards that it can take, and all groups at once where it needs them."""
     algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     reason = f"with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
@@ -51,7 +42,7 @@ def _estimator_rules(config: Config) -> Iterator[str]:
         )
 
 
-def _loss_rules(config: Config) -> Iterator[str]:
+def loss_rules(config: Config) -> Iterator[str]:
     """The loss is known, by its name or as a function that can be imported and called, and has what it needs when it needs it."""
     trainer, correction = config.trainer, config.trainer.algorithm.off_policy_correction
     name = trainer.algorithm.policy_loss_type
@@ -76,7 +67,7 @@ def _loss_rules(config: Config) -> Iterator[str]:
         )
 
 
-def _divergence_rules(config: Config) -> Iterator[str]:
+def divergence_rules(config: Config) -> Iterator[str]:
     """What is taken from a reward is known before it is trained, with a coefficient that stays positive.
 
     A step of n samples multiplies an adaptive coefficient by ``1 + e n / horizon`` with e >= -0.2; see ``algorithms.kl``.
@@ -97,7 +88,7 @@ def _divergence_rules(config: Config) -> Iterator[str]:
         )
 
 
-def _worker_rules(config: Config) -> Iterator[str]:
+def worker_rules(config: Config) -> Iterator[str]:
     """Workers that compute log-probs have log-probs to compute."""
     algorithm, training = config.trainer.algorithm, config.training
     loss, num_ref, num_logp = algorithm.policy_loss_type, training.num_ref_workers, training.num_logp_workers
@@ -118,7 +109,7 @@ def _worker_rules(config: Config) -> Iterator[str]:
         )
 
 
-def _sampling_rules(config: Config) -> Iterator[str]:
+def sampling_rules(config: Config) -> Iterator[str]:
     """The trainer's log-probs are of all tokens: only weights compare them with those of an engine that leaves tokens out."""
     sampling = config.generator.sampling
     cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}

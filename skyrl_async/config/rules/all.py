@@ -219,7 +219,11 @@ def server_rules(config: Config) -> Iterator[str]:
 
 _RULES = (
     task_rules,
-    algorithm.rules,
+    algorithm.estimator_rules,
+    algorithm.loss_rules,
+    algorithm.divergence_rules,
+    algorithm.worker_rules,
+    algorithm.sampling_rules,
     policy.adapter_rules,
     deepspeed.rules,
     length_rules,
