@@ -8,9 +8,25 @@ from collections import Counter
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
+
+
+WITH_TWO_RANKS = ("test_training_ranks.py", "test_two_ranks.py", "test_bad_step.py")
+
+
+class _FilesTogether(LoadFileScheduling):
+    """The tests of a file go to one process, and all that need two ranks to the one that has started them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "two ranks" if file.endswith(WITH_TWO_RANKS) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return _FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

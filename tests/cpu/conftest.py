@@ -55,7 +55,16 @@ def authorities(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The workers of every Ray that is started from now on are forks: most of what a worker's boot costs is imports."""
+    from tests.cpu.forked_workers import forking_workers
+
+    with forking_workers(tmp_path_factory.mktemp("workers")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_session(forked_workers: None) -> Iterator[None]:
     """A local Ray for every test that needs one."""
     import ray
 

@@ -1,7 +1,7 @@
 """The command line as a user runs it: processes, their files, their exit codes, what they say on standard error.
 
-One run of the default engine is killed, resumed and finished; one of the deterministic engine, which boots faster, trains on a dataset
-and is evaluated. What is refused is tried in this process, where nothing boots; ``tests/chaos`` has runs that are stopped.
+One run of the default engine is killed, resumed and finished. What is refused is tried in this process, where nothing boots;
+``test_equal_runs`` trains on a dataset and evaluates, ``tests/chaos`` stops runs.
 """
 
 import contextlib
@@ -269,7 +269,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(workplace: Path) -> tuple[Path, Outcome]:
+def killed(workplace: Path, forked_workers: None) -> tuple[Path, Outcome]:
     """A run of the default engine, ended by kill -9 in the middle of answers that the weights changed under."""
     run_dir = workplace / "run"
     overrides = [*SMALL, *SEPARATE, *REFERENCE, LONG_ANSWERS, BOUNDED, FOR_EVER, f"trainer.output_dir={run_dir}"]
@@ -532,70 +532,3 @@ def test_a_checkpoint_of_another_model_is_refused(killed: tuple[Path, Outcome], 
     assert outcome.code == 1
     assert "is of another model: model.layers.2" in outcome.error and "trainer.resume_mode=none" in outcome.error
     assert "Traceback" not in outcome.stderr
-
-
-@pytest.fixture(scope="module")
-def trained(workplace: Path, policy_dir: Path) -> tuple[list[str], Path, Outcome]:
-    """A finished run of the deterministic engine and a dataset, one step off: its overrides, its directory, what it said."""
-    prompts = dataset(workplace, [*(row(f"p{i}") for i in range(12)), row("long-1", "1" * 70), row("long-2", "2" * 80)])
-    (workplace / "held_out").mkdir()
-    held_out = dataset(workplace / "held_out", [row(f"h{i}", f"Extend 324{i} until 0.") for i in range(4)])
-    overrides = [
-        *SMALL,
-        *NO_VLLM,
-        "task=dataset",
-        f"task.train_files=[{prompts}]",
-        f"task.eval_files=[{held_out}]",
-        f"policy.path={policy_dir}",
-        "engine.max_model_len=60",
-        "trainer.schedule=one_step_off",
-        "trainer.num_steps=3",
-        f"trainer.output_dir={workplace / 'trained'}",
-    ]
-    return overrides, workplace / "trained", run(*overrides, cwd=workplace)
-
-
-@pytest.mark.slow
-def test_one_step_off_trains_the_batch_before_and_interrupts_no_answer(
-    trained: tuple[list[str], Path, Outcome],
-) -> None:
-    _, run_dir, outcome = trained
-    assert outcome.code == 0, outcome.stderr
-    steps = [row for row in read_rows(run_dir / "metrics.jsonl") if "async/num_aborts" in row]
-    assert len(steps) == 3
-    assert {row["async/num_aborts"] for row in steps} == {0}
-    assert max(row["async/staleness_max"] for row in steps) == 1
-
-
-@pytest.mark.slow
-def test_prompts_longer_than_the_context_are_left_out_and_named_once(trained: tuple[list[str], Path, Outcome]) -> None:
-    _, _, outcome = trained
-    said = "left out 2 prompts longer than the context of 60 tokens: long-1, long-2"
-    assert said in outcome.stdout and outcome.stderr.count("long-1, long-2") == 1
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_files_of_its_own(
-    trained: tuple[list[str], Path, Outcome], workplace: Path
-) -> None:
-    overrides, out, _ = trained
-    growing = {"metrics.jsonl", "run.log"}
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"}
-    left = {path.name for path in out.iterdir()}
-    assert {"summary.json", "curves.png", "policy", "checkpoints"} <= left
-
-    evaluating = [*overrides, "trainer.resume_mode=latest", "trainer.eval_only=true", "evaluation.num_prompts=4"]
-    (out / "evaluation.json").write_text("of an evaluation before")
-    outcome = run(*evaluating, cwd=workplace)
-    assert outcome.code == 0, outcome.stderr
-    for path, content in before.items():
-        assert path.exists(), path
-        now = path.read_bytes()
-        assert now == content or (path.name in growing and now.startswith(content)), path
-    assert {path.name for path in out.iterdir()} - left == {"evaluation.json", "evaluation-2.json", "trace-2.json"}
-    assert (out / "evaluation.json").read_text() == "of an evaluation before"
-    evaluation = json.loads((out / "evaluation-2.json").read_text())
-    assert (evaluation["steps"], evaluation["checkpoint"]) == (3, str(out / "checkpoints" / "global_step_3"))
-    last = read_rows(out / "metrics.jsonl")[-1]
-    assert (last["step"], last["reward/eval"]) == (3, evaluation["reward/eval"])
-    assert "held-out reward" in outcome.stdout

@@ -1,4 +1,4 @@
-"""Two runs of one command with ``trainer.deterministic=true``, in processes of their own beside each other: equal but for their times.
+"""Two runs of one command with ``trainer.deterministic=true`` on a dataset, beside each other: equal but for their times. One is evaluated.
 
 ``test_deterministic_run`` has the parts alone, in virtual time, where all that could differ is under control; here it is a machine's.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from skyrl_async.metrics.tracker import read_rows
-from tests.cpu.test_main import NO_VLLM, Command
+from tests.cpu.test_main import NO_VLLM, Command, Outcome, dataset, policy_dir, row, run
+
+__all__ = ["policy_dir"]  # a fixture
 
 NUM_STEPS = 4
 MAX_STALENESS_STEPS = 2
@@ -24,6 +26,7 @@ OVERRIDES = (
     "trainer.policy_mini_batch_size=2",
     "generator.n_samples_per_prompt=2",
     "generator.sampling.max_tokens=24",
+    "evaluation.sampling.max_tokens=24",
     "policy.warm_start.enabled=false",
     "task.reward=rewards:by_letters",
     "logging.trained_tokens=true",
@@ -42,15 +45,40 @@ IS_TIME = re.compile(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What both left. Each makes its random policy itself."""
+def overrides(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> list[str]:
+    """The command of both runs: some prompts, and two that are longer than the context."""
+    train, held_out = (tmp_path_factory.mktemp(name) for name in ("train", "held_out"))
+    prompts = [*(row(f"p{i}") for i in range(12)), row("long-1", "1" * 70), row("long-2", "2" * 80)]
+    train_file = dataset(train, prompts)
+    eval_file = dataset(held_out, [row(f"h{i}", f"Extend 324{i} until 0.") for i in range(4)])
+    return [
+        *OVERRIDES,
+        "task=dataset",
+        f"task.train_files=[{train_file}]",
+        f"task.eval_files=[{eval_file}]",
+        f"policy.path={policy_dir}",
+        "engine.max_model_len=60",
+    ]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, forked_workers: None, overrides: list[str]
+) -> dict[Path, Outcome]:
+    """Directory of each run -> what it said."""
     places = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     for place in places:
         (place / "rewards.py").write_text(REWARDS)
-    with Command(OVERRIDES, cwd=places[0]) as first, Command(OVERRIDES, cwd=places[1]) as second:
-        for outcome in (first.finish(), second.finish()):
-            assert outcome.code == 0, outcome.stderr
-    return [place / "out" for place in places]
+    with Command(overrides, cwd=places[0]) as first, Command(overrides, cwd=places[1]) as second:
+        ended = (first.finish(), second.finish())
+    for outcome in ended:
+        assert outcome.code == 0, outcome.stderr
+    return {place / "out": outcome for place, outcome in zip(places, ended, strict=True)}
+
+
+@pytest.fixture
+def runs(outcomes: dict[Path, Outcome]) -> list[Path]:
+    return list(outcomes)
 
 
 def without_times(values: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +97,7 @@ def test_two_runs_of_a_deterministic_command_log_the_same_values_but_for_times(r
 
 
 @pytest.mark.slow
-def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs: list[Path]) -> None:
+def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs: list[Path], policy_dir: Path) -> None:
     first, second = (
         list(map(without_times, map(json.loads, (run / "trained_groups.jsonl").read_text().splitlines())))
         for run in runs
@@ -77,5 +105,39 @@ def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs
     assert first == second and all("response_token_ids" in row for group in first for row in group["rows"])
     weights = [(run / "policy" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
-    initial = next((runs[0].parent / "cache").glob("policies/*/model.safetensors"))
-    assert initial.read_bytes() != weights[0]
+    assert (policy_dir / "model.safetensors").read_bytes() != weights[0]
+
+
+@pytest.mark.slow
+def test_prompts_longer_than_the_context_are_left_out_and_named_once(outcomes: dict[Path, Outcome]) -> None:
+    said = "left out 2 prompts longer than the context of 60 tokens: long-1, long-2"
+    for outcome in outcomes.values():
+        assert said in outcome.stdout and outcome.stderr.count("long-1, long-2") == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_files_of_its_own(
+    runs: list[Path], overrides: list[str]
+) -> None:
+    out = runs[0]
+    growing = {"metrics.jsonl", "run.log"}
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"}
+    left = {path.name for path in out.iterdir()}
+    assert {"summary.json", "curves.png", "policy", "checkpoints"} <= left
+
+    evaluating = [*overrides, "trainer.resume_mode=latest", "trainer.eval_only=true", "evaluation.num_prompts=4"]
+    (out / "evaluation.json").write_text("of an evaluation before")
+    outcome = run(*evaluating, cwd=out.parent)
+    assert outcome.code == 0, outcome.stderr
+    for path, content in before.items():
+        assert path.exists(), path
+        now = path.read_bytes()
+        assert now == content or (path.name in growing and now.startswith(content)), path
+    assert {path.name for path in out.iterdir()} - left == {"evaluation.json", "evaluation-2.json", "trace-2.json"}
+    assert (out / "evaluation.json").read_text() == "of an evaluation before"
+    evaluation = json.loads((out / "evaluation-2.json").read_text())
+    step, checkpoint = NUM_STEPS, out / "checkpoints" / f"global_step_{NUM_STEPS}"
+    assert (evaluation["steps"], evaluation["checkpoint"]) == (step, str(checkpoint))
+    last = read_rows(out / "metrics.jsonl")[-1]
+    assert (last["step"], last["reward/eval"]) == (step, evaluation["reward/eval"])
+    assert "held-out reward" in outcome.stdout
