@@ -1,4 +1,4 @@
-"""Ray's workers as forks of one process that has imported torch and transformers: most of what a worker's boot costs is imports.
+"""Ray's workers as forks of one process that has imported torch, transformers and vLLM: most of what a worker's boot costs is imports.
 
     Ray ── "python this_file SOCKET worker.py ..." (its ``py_executable``) ──> client, which waits
                                                                     └── SOCKET ──> server ── fork ──> worker
@@ -27,13 +27,15 @@ from typing import Any
 
 IMPORTED = (
     "torch.distributed.fsdp",
-    "torch._inductor.standalone_compile",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "vllm.v1.engine.input_processor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
     "fastapi",
 )
-"""Nothing that imports Ray, which reads the environment of its worker when it is loaded; vLLM does import it."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+"""Nothing that imports Ray, which reads the environment of its worker when it is loaded."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
 """What libraries read when they are imported, as the processes of a run have it."""
 _EXECUTABLE = "SKYRL_ASYNC_TESTS_WORKERS"
 _STREAMS = 3
