@@ -50,16 +50,13 @@ class Sessions:
     def __init__(self, *, max_sessions: int = 100_000, max_idle_s: float = 3600.0) -> None:
         self._engines: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Session -> engine and time of the last request, least recently used first."""
-        self._num_in: Counter[str] = Counter()
+        self.num_in: Counter[str] = Counter()
+        """Engine -> sessions remembered of it."""
         self._max_sessions = max_sessions
         self._max_idle_s = max_idle_s
 
     def __len__(self) -> int:
         return len(self._engines)
-
-    def num_in(self, engine: str) -> int:
-        """Sessions remembered of an engine."""
-        return self._num_in[engine]
 
     def engine_of(self, session_id: str | None, now: float) -> str | None:
         """The session's engine, unless it is forgotten. ``now``: seconds, never decreasing."""
@@ -72,18 +69,18 @@ class Sessions:
         """The session's last request goes to ``engine``."""
         self.end(session_id)
         self._engines[session_id] = (engine, now)
-        self._num_in[engine] += 1
+        self.num_in[engine] += 1
         if len(self._engines) > self._max_sessions:
             self.end(next(iter(self._engines)))
 
     def end(self, session_id: str) -> None:
         """Forget a session. Idempotent; unknown ones are fine."""
         if found := self._engines.pop(session_id, None):
-            self._num_in[found[0]] -= 1
+            self.num_in[found[0]] -= 1
 
     def forget(self, engine: str) -> None:
         """Forget the sessions of an engine that is gone."""
-        if self._num_in.pop(engine, 0):
+        if self.num_in.pop(engine, 0):
             for session_id in [one for one, (name, _) in self._engines.items() if name == engine]:
                 del self._engines[session_id]
 
@@ -132,7 +129,7 @@ class Placement:
         if engine not in engines:
             engine = session_engine
         if engine is None or engine not in engines:
-            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in(one)))
+            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in[one]))
         if session_id is not None:
             self.sessions.remember(session_id, engine, now)
         return engine

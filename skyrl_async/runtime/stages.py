@@ -50,7 +50,6 @@ _NEXT = {
 
 STAGES = ("dataloader", "generate", "rollout", "reward", "ref_logp", "logp", "train", "param_update", "validation")
 """In the order of the data's flow; a run has those that it needs."""
-_SHARES = (StageState.PROCESSING, StageState.WAITING_FOR_INPUT, StageState.WAITING_FOR_OUTPUT)
 _CODES = {state: float(code) for code, state in enumerate(StageState)}
 
 
@@ -190,12 +189,10 @@ class StageBoard:
     """Makes stages, and shows them.
 
     Args:
-        clock: seconds; None: the clock of the event loop in which the first stage is made.
         on_left: called when a stage leaves a state or an item.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None, on_left: OnLeft = lambda *_: None) -> None:
-        self._clock = clock
+    def __init__(self, on_left: OnLeft = lambda *_: None) -> None:
         self._on_left = on_left
         self._stages: dict[str, Stage] = {}
         self._seen: dict[str, Mapping[str, float]] = {}
@@ -204,8 +201,7 @@ class StageBoard:
         """Return the stage of this name (one of ``STAGES``); makes it on the first call."""
         assert name in STAGES, name
         if name not in self._stages:
-            self._clock = self._clock or asyncio.get_running_loop().time
-            self._stages[name] = Stage(name, self._clock, self._on_left)
+            self._stages[name] = Stage(name, asyncio.get_running_loop().time, self._on_left)
             self._seen[name] = self._stages[name].statistics()
         return self._stages[name]
 
@@ -228,7 +224,8 @@ class StageBoard:
                 f"stage/{name}/items": now["items"] - before["items"],
             }
             values |= {
-                f"stage/{name}/{state.name.lower()}_frac": spent[state] / total if total else 0.0 for state in _SHARES
+                f"stage/{name}/{state.name.lower()}_frac": spent[state] / total if total else 0.0
+                for state in _BY_PRECEDENCE
             }
         return values
 

@@ -17,12 +17,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.generation import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError

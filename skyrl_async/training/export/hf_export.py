@@ -113,16 +113,15 @@ def export_peft_directory(
 
 
 def as_peft_directory(update: WeightUpdate, adapter: Adapter, *, base: str) -> WeightUpdate:
-    """Make the directory of the update's one file an adapter over the weights in ``base``. Raises ``WeightsWriteError``."""
-    written = Path(update.path)
-    path, config_path = written.with_name(WEIGHTS_FILE), written.with_name(CONFIG_FILE)
+    """Describe the update's file as an adapter over the weights in ``base``, in its directory. Raises ``WeightsWriteError``."""
+    path = Path(update.path)
+    config_path = path.with_name(CONFIG_FILE)
     try:
         config_path.write_text(peft_config(adapter, adapted_layers(update.manifest), base=base))
-        os.replace(written, path)
     except OSError as error:
-        for left in (written, config_path):
+        for left in (path, config_path):
             left.unlink(missing_ok=True)
         raise WeightsWriteError(
             f"cannot write {config_path}: {error}; make room there or choose another directory"
         ) from error
-    return replace(update, path=str(path), adapter=adapter)
+    return replace(update, adapter=adapter)

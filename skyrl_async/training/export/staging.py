@@ -62,8 +62,8 @@ class Staging:
             self._version = version
             return _num_bytes(copies)
 
-    def write(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        """Write the copy as ``directory/v<version>.safetensors``, at most ``bucket_bytes`` (>= 1) at a time.
+    def write(self, version: int, directory: Path, bucket_bytes: int, name: str | None = None) -> WeightUpdate:
+        """Write the copy as ``directory/name``, by default ``v<version>.safetensors``, at most ``bucket_bytes`` (>= 1) at a time.
 
         Raises:
             TrainingError: the copy is of another version.
@@ -73,7 +73,7 @@ class Staging:
             if version != self._version:
                 raise TrainingError(f"version {version} cannot be sent: what was gathered is version {self._version}")
             tensors = aligned_order(self._tensors)
-            path = directory / f"v{version:06d}.safetensors"
+            path = directory / (name or f"v{version:06d}.safetensors")
             crc32 = write_safetensors(tensors, path, bucket_bytes=bucket_bytes)
             return WeightUpdate(
                 version=version,

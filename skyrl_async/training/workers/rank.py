@@ -42,6 +42,7 @@ from skyrl_async.training.rank_process import restore_rng_state, rng_state, seed
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
 from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
+from skyrl_async.weights.formats import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -276,9 +277,10 @@ class PolicyRank:
 
     def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write the gathered weights (rank 0 only; not collective). Any thread may call it, beside every other method."""
-        update = self._staging.write(version, directory, bucket_bytes)
-        adapter = self._settings.published_adapter
-        return update if adapter is None else as_peft_directory(update, adapter, base=self._settings.policy_path)
+        if (adapter := self._settings.published_adapter) is None:
+            return self._staging.write(version, directory, bucket_bytes)
+        update = self._staging.write(version, directory, bucket_bytes, WEIGHTS_FILE)
+        return as_peft_directory(update, adapter, base=self._settings.policy_path)
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (rank 0; the others only gather). If adapters train, it has a directory ``adapter``."""

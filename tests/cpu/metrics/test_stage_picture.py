@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_async.metrics.stage_picture import StageSpan, main, read_stages
 from skyrl_async.metrics.trace import Trace, trace_stages
-from skyrl_async.runtime.stages import StageBoard
+from skyrl_async.runtime.stages import Stage
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def trace_path(tmp_path: Path) -> Path:
     now = [10.0]
     path = tmp_path / "trace.json"
     with closing(Trace(path, lambda: now[0])) as trace:
-        stage = StageBoard(lambda: now[0], on_left=trace_stages(trace)).stage("train")
+        stage = Stage("train", lambda: now[0], trace_stages(trace))
         with stage.lane() as lane:
             lane.wait_for_input()
             now[0] = 12.0
