@@ -59,11 +59,6 @@ class Registry(Generic[E]):
     def __post_init__(self) -> None:
         self._builtin = frozenset(self.entries)
 
-    @property
-    def names(self) -> list[str]:
-        """All that are known here."""
-        return sorted(self.entries)
-
     def register(self, name: str, entry: E) -> None:
         """Add a name, or replace one. Raises ``ConfigError`` for a name that reads as a path."""
         if ":" in name or not name:
@@ -76,7 +71,7 @@ class Registry(Generic[E]):
         if name in self.entries:
             return self.entries[name]
         if ":" not in name:
-            expected = f"one of {', '.join(self.names)}, or package.module:function"
+            expected = f"one of {', '.join(sorted(self.entries))}, or package.module:function"
             raise ConfigError(f"{self.key} must be {expected}, got {name!r}{did_you_mean(name, self.entries)}")
         import_function(self.key, name)  # which may register it
         entry = next((entry for entry in self.entries.values() if entry.path == name), self.kind(path=name))

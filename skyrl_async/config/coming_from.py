@@ -53,11 +53,6 @@ class Foreign:
         more = "; ".join(filter(None, (said, self.note)))
         return f"{' and '.join(self.ours)} ({more})" if self.ours and more else " and ".join(self.ours) or more
 
-    @property
-    def has_counterpart(self) -> bool:
-        """Whether a key of ours does the same."""
-        return bool(self.ours) or any("=" in ours for ours in self.values.values())
-
     def value_of(self, theirs: str) -> str | None:
         """What stands here for a value of theirs; empty: nothing needs setting; None: the table does not say."""
         return self.values.get(theirs, self.values.get("*"))
@@ -132,7 +127,8 @@ def _told(rows: list[Foreign]) -> str:
     systems: dict[str, list[str]] = {}
     for row in rows:
         without = "needs no setting here" if "*" in row.values else "without a counterpart"
-        meaning = f"here {row.answer}" if row.has_counterpart else f"{without}: {row.answer}"
+        has_counterpart = row.ours or any("=" in ours for ours in row.values.values())
+        meaning = f"here {row.answer}" if has_counterpart else f"{without}: {row.answer}"
         systems.setdefault(meaning, []).append(f"{row.system}'s")
     return "".join(f"; {' and '.join(names)}, {meaning}" for meaning, names in systems.items())
 

@@ -34,7 +34,7 @@ from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, policy_gradient, probability, token_logprobs
 
-NAMES = [name for name in POLICY_LOSSES.names if not name.startswith("own_")]
+NAMES = [name for name in sorted(POLICY_LOSSES.entries) if not name.startswith("own_")]
 CONSTANTS = LossConstants()
 UNCUT = LossConstants(
     eps_clip_low=0.999,

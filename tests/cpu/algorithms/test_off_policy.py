@@ -168,7 +168,11 @@ def test_contract_10_uncapped_token_weights_estimate_the_gradient_of_the_first_o
     assert (gradient + true_gradient()).abs().max() > 0.01, "for sequences it is biased"
 
 
-LOSSES = [*POLICY_LOSSES.names, "tests.cpu.own_algorithms:recomputed", "tests.cpu.own_algorithms:half_importance"]
+LOSSES = [
+    *sorted(POLICY_LOSSES.entries),
+    "tests.cpu.own_algorithms:recomputed",
+    "tests.cpu.own_algorithms:half_importance",
+]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

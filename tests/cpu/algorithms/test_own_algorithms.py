@@ -132,12 +132,12 @@ class TestPolicyLosses:
     def test_one_that_does_without_what_it_did_not_ask_for_passes(self) -> None:
         check_algorithm(config_of(f"{LOSS}={HERE}:loss_of_recomputed_where_there_are").trainer.algorithm)
 
-    @pytest.mark.parametrize("name", POLICY_LOSSES.names)
+    @pytest.mark.parametrize("name", sorted(POLICY_LOSSES.entries))
     def test_every_known_loss_passes_the_trial(self, name: str) -> None:
         check_algorithm(config_of(f"{LOSS}={name}").trainer.algorithm)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names)
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS.entries))
 def test_every_known_estimator_passes_the_trial(name: str) -> None:
     check_algorithm(config_of(f"{ESTIMATOR}={name}").trainer.algorithm, has_lone_samples=True)
 

@@ -136,7 +136,8 @@ def test_a_weight_goes_with_truncated_sampling_and_held_out_prompts_are_sampled_
 
 
 @pytest.mark.parametrize(
-    "loss", [*POLICY_LOSSES.names, "tests.cpu.own_algorithms:recomputed", "tests.cpu.own_algorithms:half_importance"]
+    "loss",
+    [*sorted(POLICY_LOSSES.entries), "tests.cpu.own_algorithms:recomputed", "tests.cpu.own_algorithms:half_importance"],
 )
 def test_the_rule_and_the_training_agree_on_which_losses_take_a_weight(loss: str) -> None:
     settings = TrainingSettings(policy_path="", policy_loss=loss, correction=CorrectionSettings(token_tis=2.0))
