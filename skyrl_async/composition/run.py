@@ -89,19 +89,17 @@ async def started_parts(
             say("starting the endpoint")
             endpoint = await stack.enter_async_context(processes.endpoint(client, shutdown))
         time_sharing = _time_sharing(config, client, groups, trace, has_endpoint=endpoint is not None)
-        leasing = leasing_policy(policy, groups)
-        hold_engines = time_sharing.holding if time_sharing else contextlib.nullcontext
         generator = make_generator(config, client, renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
             config,
             client,
-            leasing,
+            leasing_policy(policy, groups),
             policy,
             renderer,
             plan.prompts,
             trace,
             stack,
-            hold_engines,
+            time_sharing.holding if time_sharing else contextlib.nullcontext,
             followers=() if logprobs.old is None else (logprobs.old.load_weights,),
         )
         fleet = None

@@ -231,9 +231,8 @@ def _take_defaults(given: set[str], result: Translation) -> None:
             continue
         for key, value in _settings_of(row, row.default):
             before = copy.deepcopy(OmegaConf.select(result.tree, key))
-            if key in result.settings or key in left.settings:
-                continue
-            if left.set(key, value, name) and OmegaConf.select(left.tree, key) == before:
+            is_open = key not in result.settings and key not in left.settings
+            if is_open and left.set(key, value, name) and OmegaConf.select(left.tree, key) == before:
                 del left.settings[key]
     try:
         idle = idle_settings(built(result.tree))

@@ -176,7 +176,9 @@ class Simulation:
         self._settings = settings
         self._clock = asyncio.get_running_loop().time
         self._trace = trace or Trace(None, self._clock)
-        config, prompts = _config(settings, max_checkpoints_to_keep), _prompts(settings)
+        config = _config(settings, max_checkpoints_to_keep)
+        questions = [({"role": "user", "content": str(i)},) for i in range(settings.num_prompts)]
+        prompts = tuple(Prompt(uid=f"p{i}", messages=q, env_class="modelled") for i, q in enumerate(questions))
         length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
         self.engines = [
             from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length)
@@ -250,13 +252,6 @@ class Simulation:
             trace=self._trace,
             clock=self._clock,
         )
-
-
-def _prompts(settings: SimulationSettings) -> tuple[Prompt, ...]:
-    return tuple(
-        Prompt(uid=f"p{i}", messages=({"role": "user", "content": str(i)},), env_class="modelled")
-        for i in range(settings.num_prompts)
-    )
 
 
 def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Config:
