@@ -329,7 +329,7 @@ async def test_a_rank_that_fails_is_named_and_one_killed_while_it_sends_leaves_t
     checksum = await engine.checksum()
     pid = await ray.get_actor(workers.names[0]).__ray_call__.remote(lambda rank: os.getpid())
     await publisher.gather(2)
-    fifo = held_back(tmp_path / "000002-1", 2)
+    fifo = held_back(tmp_path / "000002-2", 2)
     sending = asyncio.ensure_future(publisher.send(2))
     with await asyncio.to_thread(fifo.open, "rb") as written:
         await asyncio.to_thread(written.read, 10)  # it is in the midst of it
