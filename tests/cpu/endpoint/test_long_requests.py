@@ -356,7 +356,7 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
 async def test_a_stream_goes_on_beside_huge_bodies() -> None:
     """The bound is generous: machines are shared. Tokenizing one of these bodies takes several seconds."""
     with front_end(512) as served:
-        row = await measure(served, "prompt", num_bodies=4, mib=8, seconds_alone=0.5)
-    assert set(row["statuses"]) <= {400, 401} and sum(row["statuses"].values()) == 4
+        row = await measure(served, "prompt", num_bodies=2, mib=8, seconds_alone=0.5)
+    assert set(row["statuses"]) <= {400, 401} and sum(row["statuses"].values()) == 2
     assert row["longest_gap_s"] < 2 and row["longest_health_s"] < 2
     assert row["rss_after_mib"] < row["rss_before_mib"] + 300

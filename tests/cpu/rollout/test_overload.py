@@ -1,4 +1,4 @@
-"""Ten thousand groups in flight and a hundred thousand prompts in line: what a group costs does not grow with how many there are.
+"""A thousand groups in flight and ten thousand prompts in line: what a group costs does not grow with how many there are.
 
 Costs are counted (turns of the event loop, function calls, bytes), never timed. The real trainer, workers, dataloader, manager, buffer
 and publisher run in virtual time. A thousand requests at once then go through Ray to one real vLLM.
@@ -127,18 +127,16 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_thousands_of_workers_and_prompts_cost_no_more_wake_ups_per_group_than_ten(
-    no_collections: None,
-) -> None:
+def test_a_thousand_workers_and_their_prompts_cost_no_more_wake_ups_per_group_than_ten(no_collections: None) -> None:
     per_group = {}
-    for num_workers in (10, 3_000):
+    for num_workers in (10, 1_000):
         num_groups, num_prompts = 3 * num_workers, 10 * num_workers
         run = simulate(num_workers, num_groups, num_prompts=num_prompts, generator_over=TimedGenerator)
         per_group[num_workers] = run.num_callbacks / num_groups
         prompts = run.simulation.dataloader.statistics()
         assert prompts["trained_total"] == num_groups
         assert prompts["new"] == num_prompts - num_groups and prompts["running"] == prompts["finished"] == 0
-    assert per_group[3_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
+    assert per_group[1_000] <= min(per_group[10], MAX_CALLBACKS_PER_GROUP)
 
 
 @pytest.mark.slow
@@ -170,10 +168,10 @@ def test_a_run_of_twice_the_steps_holds_no_more_memory() -> None:
         1, multiprocessing.get_context("spawn")
     ) as alone:  # threads of other tests hold memory too
         alone.submit(bytes_held, 40).result()  # what is imported and cached once
-        most, held = alone.submit(bytes_held, 400).result()
-        most_of_twice, held_of_twice = alone.submit(bytes_held, 800).result()
-    assert held_of_twice - held < 400 * MAX_BYTES_KEPT_PER_GROUP
-    assert most_of_twice - most < 400 * MAX_BYTES_PER_GROUP
+        most, held = alone.submit(bytes_held, 200).result()
+        most_of_twice, held_of_twice = alone.submit(bytes_held, 400).result()
+    assert held_of_twice - held < 200 * MAX_BYTES_KEPT_PER_GROUP
+    assert most_of_twice - most < 200 * MAX_BYTES_PER_GROUP
 
 
 class SavedPolicy(ModelledPolicy):
