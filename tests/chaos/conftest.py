@@ -1,5 +1,12 @@
-"""The fixtures of tests/cpu that these tests share."""
+"""The Ray of tests/cpu for these tests, with workers that Ray starts itself, as it does for a user."""
+
+import pytest
 
 from tests.cpu.conftest import ray_session
 
 __all__ = ["ray_session"]
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> None:
+    """None are."""

@@ -32,7 +32,7 @@ IMPORTED = (
     "vllm.v1.engine.input_processor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
-    "fastapi",
+    "starlette.applications",
 )
 """Nothing that imports Ray, which reads the environment of its worker when it is loaded."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}

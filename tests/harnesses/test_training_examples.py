@@ -21,6 +21,8 @@ from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import Prompt
 from tests.cpu.test_main import run
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENTS = {"gsm8k": "gsm8k", "dapo": "math", "multi_turn_tools": "calculator", "lora": "gsm8k"}
 NUM_STEPS = 2
@@ -64,7 +66,6 @@ def reward_of(row: dict[str, Any], prompt: Prompt, tokenizer: PreTrainedTokenize
     return sum(float(environment.step(text)["reward"] or 0) for text in turns(row, tokenizer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
@@ -103,7 +104,6 @@ def trained_by(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.slow
 def test_the_command_of_one_step_off_trains_each_batch_a_step_after_it_was_admitted(tmp_path: Path) -> None:
     _, one_step_off, _ = commands_of("one_step_off")
     assert one_step_off[0] == "trainer.schedule=one_step_off"
@@ -112,7 +112,6 @@ def test_the_command_of_one_step_off_trains_each_batch_a_step_after_it_was_admit
     assert all(step["async/num_aborts"] == 0 for step in steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_async_ref_logp_compute_the_reference_in_a_stage_of_its_own(
     number: int, tmp_path: Path
