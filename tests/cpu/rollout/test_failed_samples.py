@@ -576,7 +576,7 @@ async def test_environment_calls_that_never_return_do_not_block_others(
         made.append(Hanging() if len(made) < 3 else Blocking())
         return made[-1]
 
-    monkeypatch.setattr("skyrl_async.generators.gym.generator._MAX_ENVIRONMENT_CALLS", 1)
+    monkeypatch.setattr("skyrl_async.generators.gym.generator.CallThreads", lambda name: CallThreads(name, 1))
     generator = GymGenerator(ScriptedSampler(["a"] * 9), RENDERER, make)
     retrier = RolloutRetrier(generator, GeneratorConfig(max_retries=20, rollout_timeout_s=0.3, retry_backoff_s=0))
     try:
