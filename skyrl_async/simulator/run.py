@@ -151,8 +151,7 @@ class Simulation:
         shutdown: ends the run early.
         engine_around: makes what the client uses of each engine.
         make_buffer: takes the most groups to hold at a time.
-        advantages: the trainer's, of the rewards of a group; None: ``step_advantages`` computes them.
-        step_advantages: the trainer's.
+        advantages: the trainer's; the default gives every sample 0.
         prepare_with: makes what finished groups go through after their reward.
         trace: gets the spans of the run.
     """
@@ -168,8 +167,7 @@ class Simulation:
         shutdown: ShutdownRequest | None = None,
         engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
         make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
-        advantages: Callable[[Sequence[float]], Sequence[float]] | None = lambda rewards: [0.0] * len(rewards),
-        step_advantages: StepAdvantages | None = None,
+        advantages: Advantages | None = None,
         prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
         trace: Trace | None = None,
     ) -> None:
@@ -212,7 +210,8 @@ class Simulation:
             callbacks=TrainerCallbacks(log=lambda *logged: self.logged.append(logged), log_groups=log_groups),
             trace=self._trace,
             shutdown=shutdown,
-            advantages=Advantages(of_stage=advantages, of_step=step_advantages or StepAdvantages()),
+            advantages=advantages
+            or Advantages(of_stage=lambda rewards: [0.0] * len(rewards), of_step=StepAdvantages()),
             # A stage leases devices as separate workers of its own would.
             works={
                 name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), self.device_groups)

@@ -25,7 +25,7 @@ from skyrl_async.algorithms.policy_losses import (
     token_covariances,
 )
 from skyrl_async.algorithms.settings import LossConstants
-from skyrl_async.composition.algorithms import loss_constants, make_advantages
+from skyrl_async.composition.algorithms import Advantages, loss_constants, make_advantages
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -248,7 +248,9 @@ def test_in_the_loop_all_groups_of_a_step_are_marked_together() -> None:
 
     async def main(mark: Mark) -> list[tuple[Trajectory, ...]]:
         job = SimulationSettings(mean_tokens=50.0, num_steps=3, mini_batch_size=4, stream_mini_batch=False)
-        simulation = Simulation(job, step_advantages=StepAdvantages(mark=mark))
+        simulation = Simulation(
+            job, advantages=Advantages(of_stage=lambda rewards: [0.0] * len(rewards), of_step=StepAdvantages(mark=mark))
+        )
         await simulation.trainer.run()
         return [group for step in simulation.policy.steps for group in step]
 

@@ -18,6 +18,7 @@ from skyrl_async.algorithms.advantages import (
 )
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.checkpoint.checkpointer import read_state
+from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.samples import Sample
@@ -242,8 +243,7 @@ class TestInTheLoop:
             estimator = AdvantageEstimator(compute=grpo_advantages)
             simulation = Simulation(
                 settings,
-                advantages=None,
-                step_advantages=StepAdvantages(estimator, penalty(target=0.0471)),
+                advantages=Advantages(of_stage=None, of_step=StepAdvantages(estimator, penalty(target=0.0471))),
                 prepare_with=self.reference,
                 checkpoint_dir=directory,
             )

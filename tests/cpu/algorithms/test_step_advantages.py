@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
+from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
@@ -33,8 +34,7 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
     async def main() -> None:
         simulation = Simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
-            advantages=None,
-            step_advantages=Seen(estimator),
+            advantages=Advantages(of_stage=None, of_step=Seen(estimator)),
             log_groups=lambda _, groups: trained.append(list(groups)),
         )
         await simulation.trainer.run()
@@ -74,8 +74,10 @@ def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked()
                 stream_mini_batch=False,
                 staleness_policy="mask",
             ),
-            advantages=None,
-            step_advantages=StepAdvantages(AdvantageEstimator(compute=compute, needs_mini_batch=True), mark=mark),
+            advantages=Advantages(
+                of_stage=None,
+                of_step=StepAdvantages(AdvantageEstimator(compute=compute, needs_mini_batch=True), mark=mark),
+            ),
         )
         await simulation.trainer.run()
         return simulation

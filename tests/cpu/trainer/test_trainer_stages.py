@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
+from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.trainer import Schedule, TrainerConfig
 from skyrl_async.errors import ConfigError, GenerationError, PublishError
@@ -194,7 +196,9 @@ def test_groups_are_prepared_while_others_train_and_in_time() -> None:
         return group
 
     simulation, _ = run(
-        SLOW_PUBLISH, advantages=lambda rewards: [0.5] * len(rewards), prepare_with=lambda _: {"ref_logp": ref_logp}
+        SLOW_PUBLISH,
+        advantages=Advantages(of_stage=lambda rewards: [0.5] * len(rewards), of_step=StepAdvantages()),
+        prepare_with=lambda _: {"ref_logp": ref_logp},
     )
     inline = sum(0.3 for _ in prepared)
     plain, _ = run(SLOW_PUBLISH)
@@ -238,7 +242,7 @@ def test_an_error_in_a_stage_ends_the_run_with_its_cause() -> None:
         raise ZeroDivisionError("no spread")
 
     async def main() -> None:
-        simulation = Simulation(SLOW_PUBLISH, advantages=refuse)
+        simulation = Simulation(SLOW_PUBLISH, advantages=Advantages(of_stage=refuse, of_step=StepAdvantages()))
         with pytest.raises(ZeroDivisionError, match="no spread"):
             await simulation.trainer.run()
         states = {status.name: status for status in simulation.trainer.stages()}
