@@ -74,7 +74,7 @@ def ray_session(forked_workers: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["RankPair"]:
+def rank_pair(forked_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["RankPair"]:
     """Two processes for every test that compares two ranks with one."""
     from tests.cpu.two_ranks import RankPair
 

@@ -60,6 +60,11 @@ def forking_workers(directory: Path) -> Iterator[None]:
             server.stdin.close()
 
 
+def forking_executable() -> list[str]:
+    """The command that takes a program's file and arguments as ``python`` does."""
+    return os.environ[_EXECUTABLE].split()
+
+
 def with_forked_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """Ray's hook, which is called by ``ray.init``."""
     return {**(runtime_env or {}), "py_executable": os.environ[_EXECUTABLE]}

@@ -22,6 +22,7 @@ from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import PolicyOverRanks
 from skyrl_async.training.workers.rank import PolicyRank
+from tests.cpu.forked_workers import forking_executable
 
 NUM_RANKS = 2
 DEADLINE_S = 280.0
@@ -80,7 +81,7 @@ class RankPair:
         for index in range(NUM_RANKS):
             with (self._directory / f"rank_{index}.log").open("w") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.cpu.two_ranks", str(self._directory), str(index)],
+                    [*forking_executable(), __file__, str(self._directory), str(index)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from skyrl_async.metrics.tracker import read_rows
 from tests.cpu.test_main import NO_VLLM, Command, Outcome, dataset, policy_dir, row, run
@@ -45,8 +46,8 @@ IS_TIME = re.compile(
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> list[str]:
-    """The command of both runs: some prompts, and two that are longer than the context."""
+def overrides(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path, ray_session: None) -> list[str]:
+    """The command of both runs, which join the tests' Ray: some prompts, and two that are longer than the context."""
     train, held_out = (tmp_path_factory.mktemp(name) for name in ("train", "held_out"))
     prompts = [*(row(f"p{i}") for i in range(12)), row("long-1", "1" * 70), row("long-2", "2" * 80)]
     train_file = dataset(train, prompts)
@@ -58,13 +59,12 @@ def overrides(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> lis
         f"task.eval_files=[{eval_file}]",
         f"policy.path={policy_dir}",
         "engine.max_model_len=60",
+        f"placement.ray_address={ray.get_runtime_context().gcs_address}",
     ]
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, forked_workers: None, overrides: list[str]
-) -> dict[Path, Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, overrides: list[str]) -> dict[Path, Outcome]:
     """Directory of each run -> what it said."""
     places = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     for place in places:
