@@ -143,7 +143,7 @@ class _Run:
     @property
     def has_unfinished_thread(self) -> bool:
         """Whether a thread is stuck after the end."""
-        return self._ending.has_unfinished_thread or self.disk.is_busy
+        return self._ending.threads.is_busy or self.disk.is_busy
 
     @property
     def _checkpoint(self) -> Path | None:

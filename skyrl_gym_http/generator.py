@@ -64,9 +64,10 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         self._model = model
         self._resending = Resending(outages or Outages(), outage_timeout_s)
 
-    async def close(self) -> None:
-        """Close the connections."""
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Close the connections, and wait for environments that are being closed."""
         await self._client.close()
+        await super().close(timeout_s)
 
     async def sample_turn(self, request: TurnRequest) -> Turn:
         """Sample a turn through the openai client.

@@ -31,12 +31,8 @@ class ClosingStack(contextlib.AsyncExitStack):
         super().__init__()
         self._timeout_s = timeout_s
         self.failures: list[str] = []
-        self._threads = DaemonThreads("end")
-
-    @property
-    def has_unfinished_thread(self) -> bool:
-        """Whether a call in a thread has not returned."""
-        return self._threads.is_busy
+        self.threads = DaemonThreads("end")
+        """Run blocking callbacks; busy after the end where one hangs."""
 
     def push_async_callback(  # type: ignore[override]
         self, callback: Callable[..., Awaitable[Any]], /, *arguments: Any, **named: Any
@@ -46,7 +42,7 @@ class ClosingStack(contextlib.AsyncExitStack):
 
     def callback_in_thread(self, name: str, callback: Callable[[], None]) -> None:
         """Run a blocking callback in a thread at the end, within the deadline; a call that hangs ends with the process."""
-        self._push(name, lambda: asyncio.wrap_future(self._threads.submit(callback)))
+        self._push(name, lambda: asyncio.wrap_future(self.threads.submit(callback)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer
@@ -61,44 +61,37 @@ def make_generator(
 ) -> Generator:
     """Make the configured generator; it is closed with ``stack``."""
     generator = config.generator
+    made: Any
+    environments = environment_factory(config)
+    limits: Any = {"max_turns": generator.max_turns, "max_trajectory_tokens": generator.max_trajectory_tokens}
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
-        agents = make_agent_generator(
+        made = make_agent_generator(
             generator,
             urls=endpoint.urls,
             controller_key=endpoint.controller_key,
-            make_environment=environment_factory(config),
+            make_environment=environments,
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.no_engine_timeout_s,
             run_dir=run_dir,
         )
-        stack.push_async_callback(agents.close)
-        return agents
-    if generator.entrypoint is not None:
-        own = import_function("generator.entrypoint", generator.entrypoint)
-        return cast(Generator, own(client, renderer, config))
-    if generator.kind is GeneratorKind.gym_http:
+    elif generator.entrypoint is not None:
+        return cast(Generator, import_function("generator.entrypoint", generator.entrypoint)(client, renderer, config))
+    elif generator.kind is GeneratorKind.gym_http:
         assert endpoint is not None
-        module = importlib.import_module("skyrl_gym_http.generator")
-        over_http = module.SkyRLGymHTTPGenerator(
+        made = importlib.import_module("skyrl_gym_http.generator").SkyRLGymHTTPGenerator(
             endpoint.base_url,
             endpoint.api_key,
             config.server.model_name,
-            environment_factory(config),
-            max_turns=generator.max_turns,
-            max_trajectory_tokens=generator.max_trajectory_tokens,
+            environments,
+            **limits,
             outages=client.pool.deadlines.outages,
             outage_timeout_s=config.engine.no_engine_timeout_s,
         )
-        stack.push_async_callback(over_http.close)
-        return cast(Generator, over_http)
-    return GymGenerator(
-        client,
-        renderer,
-        max_turns=generator.max_turns,
-        max_trajectory_tokens=generator.max_trajectory_tokens,
-        make_environment=environment_factory(config),
-    )
+    else:
+        made = GymGenerator(client, renderer, environments, **limits)
+    stack.push_async_callback(made.close)
+    return cast(Generator, made)
 
 
 def placement(config: Config) -> PlacementSettings | None:

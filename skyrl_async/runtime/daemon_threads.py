@@ -39,6 +39,11 @@ class DaemonThreads(Executor):
         """Whether a call has not returned."""
         return any(not future.done() for future in tuple(self._unfinished))
 
+    async def have_returned(self, timeout_s: float) -> bool:
+        """Wait for the calls that run, at most so long; returns whether they have returned."""
+        running = [asyncio.wrap_future(future) for future in tuple(self._unfinished)]
+        return not running or not (await asyncio.wait(running, timeout=timeout_s))[1]
+
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn`` at once."""
         future: Future[T] = Future()

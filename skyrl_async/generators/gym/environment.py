@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -92,6 +92,8 @@ class CallThreads:
 
     def __init__(self, name: str, max_calls: int = 32) -> None:
         self.executor = DaemonThreads(name)
+        self.closing = DaemonThreads(f"close {name}")
+        """Closes environments, each after its call in flight."""
         self.slots = asyncio.Semaphore(max_calls)
 
 
@@ -157,12 +159,12 @@ class EnvironmentCalls:
         """Close the environment without waiting: after the call in flight, which cancellation cannot stop."""
         if self._is_fast:
             self._close()
-        elif self._in_flight is not None and not self._in_flight.done():
-            self._in_flight.add_done_callback(lambda _: self._close())
         else:
-            self._threads.executor.submit(self._close)
+            self._threads.closing.submit(self._close)
 
     def _close(self) -> None:
+        if self._in_flight is not None:
+            wait([self._in_flight])
         try:
             self._environment.close()
         except Exception:  # the episode is over: its result must not be lost to a failing clean-up

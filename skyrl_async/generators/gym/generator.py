@@ -48,6 +48,11 @@ class EpisodeGenerator(ABC):
         self._threads = CallThreads("environment")
         self._has_warned = False
 
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Wait until the environments of cancelled episodes are closed, each after its call in flight, at most so long."""
+        if not await self._threads.closing.have_returned(timeout_s):
+            logger.warning("some environments are not closed: a call has not returned in %g s", timeout_s)
+
     @abstractmethod
     async def sample_turn(self, request: TurnRequest) -> Turn:
         """A turn whose prompt begins with ``request.context_token_ids``. Raises ``PromptTooLongError`` without room."""

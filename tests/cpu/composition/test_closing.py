@@ -108,7 +108,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
     async with stack:
         stack.callback_in_thread("Ray", hang)
         stack.callback_in_thread("broken", lambda: 1 // 0)
-    assert stack.has_unfinished_thread
+    assert stack.threads.is_busy
     released.set()
     assert stack.failures == [
         "broken failed: ZeroDivisionError: integer division or modulo by zero",
@@ -116,7 +116,7 @@ async def test_a_blocking_call_that_hangs_is_left_in_a_thread_that_no_exit_waits
     ]
     assert threads[0].daemon
     threads[0].join(timeout=PATIENCE_S)
-    assert not stack.has_unfinished_thread
+    assert not stack.threads.is_busy
 
 
 async def root_cause(body: Callable[[], Awaitable[None]], *others: Callable[[], Awaitable[None]]) -> BaseException:

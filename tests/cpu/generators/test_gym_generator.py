@@ -391,6 +391,37 @@ async def test_a_cancelled_episode_closes_its_environment_after_the_call_in_flig
     assert env.was_open_after_step
 
 
+async def test_a_generator_is_closed_after_the_environments_of_cancelled_episodes() -> None:
+    """A run that ends would otherwise leave what they hold, such as processes."""
+    env = Slow()
+    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
+    playing = asyncio.ensure_future(generator.generate(request()))
+    await asyncio.to_thread(env.entered.wait, 10)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    closing = asyncio.ensure_future(generator.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    env.released.set()
+    await closing
+    assert env.closed.is_set()
+
+
+async def test_an_environment_that_hangs_does_not_keep_its_generator_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = Slow()
+    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
+    playing = asyncio.ensure_future(generator.generate(request()))
+    await asyncio.to_thread(env.entered.wait, 10)
+    playing.cancel()
+    await asyncio.wait([playing])
+    await generator.close(timeout_s=0.01)
+    assert "some environments are not closed" in caplog.text
+    env.released.set()
+
+
 async def test_a_cancelled_episode_closes_its_environment_while_sampling() -> None:
     env = Quiz()
     with sampling_blocked() as (sampler, sampling):
@@ -400,7 +431,7 @@ async def test_a_cancelled_episode_closes_its_environment_while_sampling() -> No
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-    assert env.closed.is_set()
+    assert await asyncio.to_thread(env.closed.wait, 10)
 
 
 @contextmanager
