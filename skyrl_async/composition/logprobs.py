@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.time_sharing import on_leased_devices
@@ -29,9 +28,6 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import LogprobModel
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

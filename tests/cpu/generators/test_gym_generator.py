@@ -378,7 +378,8 @@ async def test_a_blocking_environment_does_not_hold_up_the_event_loop() -> None:
     assert await asyncio.to_thread(env.closed.wait, 10)
 
 
-async def test_a_cancelled_episode_closes_its_environment_after_the_call_in_flight() -> None:
+async def cancelled_in_a_step() -> tuple[GymGenerator, Slow]:
+    """A generator whose only episode was cancelled, and the episode's environment, which is still in the step."""
     env = Slow()
     generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
     playing = asyncio.ensure_future(generator.generate(request()))
@@ -386,37 +387,24 @@ async def test_a_cancelled_episode_closes_its_environment_after_the_call_in_flig
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    env.released.set()
-    assert await asyncio.to_thread(env.closed.wait, 10)
-    assert env.was_open_after_step
+    return generator, env
 
 
-async def test_a_generator_is_closed_after_the_environments_of_cancelled_episodes() -> None:
+async def test_a_generator_is_closed_after_the_environments_of_cancelled_episodes_each_after_its_call_in_flight() -> (
+    None
+):
     """A run that ends would otherwise leave what they hold, such as processes."""
-    env = Slow()
-    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
-    playing = asyncio.ensure_future(generator.generate(request()))
-    await asyncio.to_thread(env.entered.wait, 10)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
+    generator, env = await cancelled_in_a_step()
     closing = asyncio.ensure_future(generator.close())
     await asyncio.sleep(0)
     assert not closing.done()
     env.released.set()
     await closing
-    assert env.closed.is_set()
+    assert env.closed.is_set() and env.was_open_after_step
 
 
-async def test_an_environment_that_hangs_does_not_keep_its_generator_open(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    env = Slow()
-    generator = GymGenerator(ScriptedSampler(["a"]), RENDERER, lambda name, extras: env)
-    playing = asyncio.ensure_future(generator.generate(request()))
-    await asyncio.to_thread(env.entered.wait, 10)
-    playing.cancel()
-    await asyncio.wait([playing])
+async def test_an_environment_that_hangs_does_not_keep_its_generator_open(caplog: pytest.LogCaptureFixture) -> None:
+    generator, env = await cancelled_in_a_step()
     await generator.close(timeout_s=0.01)
     assert "some environments are not closed" in caplog.text
     env.released.set()
