@@ -56,7 +56,8 @@ def forking_workers(directory: Path) -> Iterator[None]:
             os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{with_forked_workers.__module__}.{with_forked_workers.__name__}"
             yield
         finally:
-            del os.environ[_EXECUTABLE], os.environ["RAY_RUNTIME_ENV_HOOK"]
+            for name in (_EXECUTABLE, "RAY_RUNTIME_ENV_HOOK"):
+                os.environ.pop(name, None)
             server.stdin.close()
 
 
