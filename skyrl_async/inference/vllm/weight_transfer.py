@@ -224,9 +224,8 @@ class _Twin:
                 twin.quant_method.process_weights_after_loading(twin)
             self._tensors += [(getattr(layer, name), getattr(twin, name)) for name in names]
         for _, tensor in self._tensors:
-            vars(
-                tensor
-            ).clear()  # loaders, which hold their layer: an old version would stay until garbage is collected
+            # Drops vLLM's loaders, which hold their layer: an old version would stay until garbage is collected.
+            vars(tensor).clear()
 
     def swap(self) -> list[Any]:
         """Give the model the loaded weights, and return the old ones. Nothing may run in the model meanwhile."""
