@@ -1,12 +1,14 @@
-"""The Ray of tests/cpu for these tests, with workers that Ray starts itself, as it does for a user."""
+"""A Ray for each file that needs one, with workers that Ray starts itself, as it does for a user."""
+
+from collections.abc import Iterator
 
 import pytest
 
-from tests.cpu.conftest import ray_session
-
-__all__ = ["ray_session"]
+from tests.cpu.conftest import local_ray
 
 
-@pytest.fixture(scope="session")
-def forked_workers() -> None:
-    """None are."""
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    """Not for longer: other files here join clusters of their own."""
+    with local_ray():
+        yield

@@ -42,7 +42,6 @@ async def nodes() -> AsyncIterator[list[str]]:
     """Two nodes; this process is on the first."""
     import ray
 
-    ray.shutdown()  # that of other files
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     other = cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)

@@ -1,6 +1,7 @@
 """Fixtures shared by the CPU tests: one Ray for the whole session."""
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -63,14 +64,21 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def ray_session(forked_workers: None) -> Iterator[None]:
-    """A local Ray for every test that needs one."""
+@contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """Join a Ray of this process's own."""
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_session(forked_workers: None) -> Iterator[None]:
+    """A local Ray for every test that needs one."""
+    with local_ray():
+        yield
 
 
 @pytest.fixture(scope="session")

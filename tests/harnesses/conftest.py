@@ -1,5 +1,5 @@
-"""The fixtures of tests/cpu that these tests share."""
+"""The fixture of tests/cpu that these tests share."""
 
-from tests.cpu.conftest import authorities, forked_workers
+from tests.cpu.conftest import authorities
 
-__all__ = ["authorities", "forked_workers"]
+__all__ = ["authorities"]

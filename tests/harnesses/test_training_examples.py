@@ -19,6 +19,7 @@ from skyrl_async.data.dataset import load_sources
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import Prompt
+from tests.cpu.forked_workers import forking_workers
 from tests.cpu.test_main import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
@@ -43,6 +44,13 @@ SMALL = (
     "trainer.output_dir=out",
 )
 CUT = (*SMALL, "trainer.deterministic=true", "trainer.max_staleness_steps=1")
+
+
+@pytest.fixture(scope="module")
+def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The files of tests/chaos, which may come next, have workers that Ray starts."""
+    with forking_workers(tmp_path_factory.mktemp("workers")):
+        yield
 
 
 def commands_of(name: str) -> list[list[str]]:

@@ -378,6 +378,15 @@ async def policy(ray_session: None, tmp_path_factory: pytest.TempPathFactory) ->
     await workers.close()
 
 
+async def answers_until(engine: RayEngine, is_over: asyncio.Event) -> list[EngineOutput]:
+    """One answer after the other; the last begins when it is over."""
+    answers, is_last = [], False
+    while not is_last:
+        is_last = is_over.is_set()
+        answers.append(await engine.generate(make_request(str(len(answers)), max_tokens=300)))
+    return answers
+
+
 async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_go_on_meanwhile(
     engines: list[RayEngine], policy: PolicyWorkers, policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -388,14 +397,18 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_
         await publish(engine, make_update(policy_dir, tmp_path, 4))
     assert await engines[0].checksum() != expected
     sending = publisher_of(policy, engines, tmp_path / "sent", is_broadcast=True)
+    is_published = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(engine.generate(make_request("a", max_tokens=300))) for engine in engines]
+        asking = [tasks.create_task(answers_until(engine, is_published)) for engine in engines]
         for engine in engines:
             await wait_for_blocks(engine, 2)
         await sending.publish(5)
+        is_published.set()
     assert await sending.verifier.verify_checksums(5) == expected
-    for call in calls:
-        assert len(call.result().token_ids) == 300 and set(call.result().versions) == {4, 5}
+    for task in asking:
+        assert {len(answer.token_ids) for answer in task.result()} == {300}
+        versions = [version for answer in task.result() for version in answer.versions]
+        assert versions == sorted(versions) and set(versions) == {4, 5}
     sending.close()
     assert not [path for name in ("mapped", "sent") for path in (tmp_path / name).glob("*5*")]
 
