@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.report import arguments, conditions, report
+from skyrl_async.columns import VersionSpans
 from skyrl_async.inference.policy_files import read_config
 from skyrl_async.tasks.registry import get_task
 from skyrl_async.tasks.tiny_policy import PolicySizes, prepare_initial_policy
@@ -35,14 +36,14 @@ def rows(vocabulary: int, generator: torch.Generator) -> list[Trajectory]:
     drawn = torch.randint(0, vocabulary, (NUM_ROWS, NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS), generator=generator)
     return [
         Trajectory(
-            prompt_token_ids=tuple(ids[:NUM_PROMPT_TOKENS]),
-            response_token_ids=tuple(ids[NUM_PROMPT_TOKENS:]),
+            prompt_token_ids=ids[:NUM_PROMPT_TOKENS],
+            response_token_ids=ids[NUM_PROMPT_TOKENS:],
             loss_mask=(1,) * NUM_ANSWER_TOKENS,
             logprobs=(-4.0,) * NUM_ANSWER_TOKENS,
-            versions=(0,) * NUM_ANSWER_TOKENS,
+            versions=VersionSpans.constant(0, NUM_ANSWER_TOKENS),
             reward=0.0,
         )
-        for ids in drawn.tolist()
+        for ids in drawn.numpy()
     ]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -100,7 +101,7 @@ class Clocked:
         for turn in range(1 << 30):
             request = EngineRequest(
                 request_id=f"{number}-{turn}",
-                prompt_token_ids=tuple(range(16)),
+                prompt_token_ids=np.arange(16, dtype=np.int32),
                 sampling=sampling,
                 stream_interval=1,
             )

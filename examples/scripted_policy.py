@@ -17,10 +17,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 from starlette.applications import Starlette
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.columns import TokenIds, VersionSpans, token_ids
 from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.data.dataset import load_sources
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
@@ -66,28 +68,29 @@ class ScriptedSampler:
 
     async def generate_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
         priority: int = 0,
     ) -> Completion:
         """The script's answer, cut to ``sampling.max_tokens``."""
-        answer = self._script(self._tokenizer.decode(list(prompt_token_ids)))
-        token_ids = (*self._tokenizer.encode(answer), self._tokenizer.eos_token_id)
-        kept = token_ids[: sampling.max_tokens]
+        prompt = token_ids(prompt_token_ids)
+        said = self._script(self._tokenizer.decode(prompt.tolist()))
+        answer = [*self._tokenizer.encode(said), self._tokenizer.eos_token_id]
+        kept = answer[: sampling.max_tokens]
         return Completion(
-            prompt_token_ids=tuple(prompt_token_ids),
-            token_ids=kept,
-            logprobs=(0.0,) * len(kept),
-            versions=(0,) * len(kept),
+            prompt_token_ids=prompt,
+            token_ids=token_ids(kept),
+            logprobs=np.zeros(len(kept), np.float32),
+            versions=VersionSpans.constant(0, len(kept)),
             text=self._tokenizer.decode(kept, skip_special_tokens=True),
-            finish_reason=FinishReason.STOP if kept == token_ids else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if kept == answer else FinishReason.LENGTH,
         )
 
     async def stream_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,

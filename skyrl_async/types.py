@@ -1,12 +1,26 @@
 """Values that several rooms share: prompts, sampling parameters, tokens with their policy versions, trajectories, groups.
 
-Everything here is plain, frozen and free of torch, ray and vllm, so that any process can hold it. Sequences with one value per token are
-tuples of equal length.
+Everything here is plain, frozen and free of torch, ray and vllm, so that any process can hold it. What has one value per token is a
+read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
+
+from skyrl_async.columns import (
+    NO_LOGPROBS,
+    NO_TOKENS,
+    Logprobs,
+    Mask,
+    TokenIds,
+    VersionSpans,
+    column,
+    have_equal_fields,
+)
 
 Message = dict[str, Any]
 """One chat message in OpenAI form: at least ``role`` and ``content``."""
@@ -109,14 +123,14 @@ class SamplingParams:
         return self.structured is None and not is_penalised and all(len(word) == 1 for word in self.bad_words)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineRequest:
     """One generation request to one engine, in tokens."""
 
     request_id: str
     """Unique among the engine's requests in flight."""
-    prompt_token_ids: tuple[int, ...]
-    """Prompt, and the tokens already sampled if this continues an aborted request."""
+    prompt_token_ids: TokenIds
+    """(T,) int32: prompt, and the tokens already sampled if this continues an aborted request."""
     sampling: SamplingParams
     """``max_tokens`` is the rest of the budget. Engines ignore ``stop``: the client applies it."""
     num_sampled_tokens: int = 0
@@ -126,15 +140,21 @@ class EngineRequest:
     stream_interval: int | None = None
     """Tokens per block of a stream; None: the engine's default."""
 
+    def __post_init__(self) -> None:
+        _set_columns(self, {"prompt_token_ids": np.int32})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    __eq__ = have_equal_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineOutput:
     """Sampled tokens: of an engine's answer to a request, or of one block of a stream. Every column has one entry per token."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Behavior log-probs in nats, after temperature and truncation, one per token; empty if not requested."""
-    versions: tuple[int, ...]
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    """(T,) int32."""
+    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
+    """(T,) float32: behavior log-probs in nats, after temperature and truncation; (0,) if not requested."""
+    versions: VersionSpans = field(default_factory=VersionSpans)
     """Policy version of each token, as the engine reports it."""
     finish_reason: FinishReason | None
     """None only in a block before the last one of a stream."""
@@ -145,19 +165,28 @@ class EngineOutput:
     num_cached_tokens: int = 0
     """Prompt tokens found in the (first) engine's prefix cache; the same in every block of a stream."""
 
+    def __post_init__(self) -> None:
+        _set_columns(self, {"token_ids": np.int32, "logprobs": np.float32})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    __eq__ = have_equal_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion(EngineOutput):
     """A finished generation, joined from its segments."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
+    """(P,) int32."""
     text: str
     """Text of all ``token_ids``, decoded at once and cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
 
+    def __post_init__(self) -> None:
+        _set_columns(self, {"token_ids": np.int32, "logprobs": np.float32, "prompt_token_ids": np.int32})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompletionDelta(EngineOutput):
     """A block of a streamed generation. The joined texts of all blocks are the completion's text.
 
@@ -181,19 +210,20 @@ class Prompt:
     """Arguments of the environment (``reward_spec``, ``max_turns``, ...)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
     """One sample of a prompt, single- or multi-turn, as a training row. T is the number of response tokens."""
 
-    prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]
-    """(T,) sampled tokens, with the environment's tokens between turns."""
-    loss_mask: tuple[int, ...]
-    """(T,) 1 for tokens that the policy sampled, 0 for the environment's."""
-    logprobs: tuple[float, ...]
-    """(T,) behavior log-probs in nats; 0.0 where the mask is 0."""
-    versions: tuple[int, ...]
-    """(T,) policy version per token; ``ENVIRONMENT_VERSION`` where the mask is 0."""
+    prompt_token_ids: TokenIds
+    """(P,) int32."""
+    response_token_ids: TokenIds
+    """(T,) int32: sampled tokens, with the environment's tokens between turns."""
+    loss_mask: Mask
+    """(T,) bool: the tokens that the policy sampled and that are trained; the environment's are not."""
+    logprobs: Logprobs
+    """(T,) float32: behavior log-probs in nats; 0.0 outside the mask."""
+    versions: VersionSpans
+    """(T,) policy version per token; ``ENVIRONMENT_VERSION`` for the environment's."""
     reward: float
     """Sum of the environment's rewards."""
     shaped_reward: float | None = None
@@ -215,17 +245,18 @@ class Trajectory:
     """The sample is masked because a length limit cut it: the loss mask is 0, and the group's baseline excludes its reward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's figures of this episode."""
-    ref_logprobs: tuple[float, ...] | None = None
-    """(T,) log-probs in nats under the frozen reference, at the sampling temperature; 0.0 where the mask is 0. None: not computed."""
-    old_logprobs: tuple[float, ...] | None = None
-    """(T,) log-probs in nats under the policy, recomputed after generation; 0.0 where the mask is 0. None: not computed."""
+    ref_logprobs: Logprobs | None = None
+    """(T,) float32: log-probs in nats under the frozen reference, at the sampling temperature; 0.0 outside the mask. None: not computed."""
+    old_logprobs: Logprobs | None = None
+    """(T,) float32: log-probs in nats under the policy, recomputed after generation; 0.0 outside the mask. None: not computed."""
     old_version: int | None = None
     """Policy version of ``old_logprobs``."""
-    marks: tuple[int, ...] | None = None
-    """(T,) 1 for sampled tokens that the policy loss treats specially, chosen among all tokens of the step; None: none were chosen.
+    marks: Mask | None = None
+    """(T,) bool: sampled tokens that the policy loss treats specially, chosen among all tokens of the step; None: none were chosen.
     Not part of a checkpoint."""
 
     def __post_init__(self) -> None:
+        _set_columns(self, _TRAJECTORY_COLUMNS)
         num_tokens = len(self.response_token_ids)
         for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "marks"):
             values = getattr(self, name)
@@ -235,10 +266,32 @@ class Trajectory:
                     "a generator must return one per response token"
                 )
 
+    __eq__ = have_equal_fields
+
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled and that are trained."""
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
+
+
+_TRAJECTORY_COLUMNS = {
+    "prompt_token_ids": np.int32,
+    "response_token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "ref_logprobs": np.float32,
+    "old_logprobs": np.float32,
+    "marks": np.bool_,
+}
+
+
+def _set_columns(value: Any, dtypes: Mapping[str, type[np.generic]]) -> None:
+    """Make columns of the fields in ``dtypes`` and of ``versions``. Raises ``ValueError`` that names the field."""
+    for name, dtype in dtypes.items():
+        if (given := getattr(value, name)) is not None:
+            object.__setattr__(value, name, column(given, dtype, f"{type(value).__name__}.{name}"))
+    if hasattr(value, "versions"):
+        object.__setattr__(value, "versions", VersionSpans.of(value.versions, f"{type(value).__name__}.versions"))
 
 
 class LogprobModel(StrEnum):
@@ -254,8 +307,8 @@ class LogprobModel(StrEnum):
 class RowLogprobs:
     """Log-probs of trajectories under one model, at the sampling temperature."""
 
-    values: tuple[tuple[float, ...], ...]
-    """One tuple per trajectory with one value per response token, in nats; 0.0 where the mask is 0."""
+    values: tuple[Logprobs, ...]
+    """One column per trajectory with one value per response token, in nats; 0.0 outside the mask."""
     version: int
     """Policy version of the weights; 0 for a reference."""
 

@@ -8,16 +8,17 @@ import re
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
+from skyrl_async.columns import VersionSpans, begins_with, column
 from skyrl_async.errors import GenerationError, OutageError, PromptTooLongError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import Turn, TurnRequest
 from skyrl_async.generators.gym.generator import EpisodeGenerator
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import Completion, FinishReason
-from skyrl_async.version_spans import versions_of
 
 _NO_ENGINE = "no_engine"
 """Code of the endpoint's 503 when it has no engine to ask."""
@@ -86,7 +87,7 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         except APIError as error:
             raise self._failure(error) from error
         turn = parse_reply(reply)
-        if turn.completion.prompt_token_ids[: len(request.context_token_ids)] != request.context_token_ids:
+        if not begins_with(turn.completion.prompt_token_ids, request.context_token_ids):
             raise GenerationError(
                 f"the endpoint's prompt_token_ids must begin with the {len(request.context_token_ids)} ids of "
                 "prefix_token_ids, but do not"
@@ -107,7 +108,7 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         sampling = request.sampling
         extensions = {
             "return_token_ids": True,
-            "prefix_token_ids": request.context_token_ids or None,
+            "prefix_token_ids": request.context_token_ids.tolist() or None,
             "max_total_tokens": request.max_total_tokens,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
@@ -147,26 +148,22 @@ def parse_reply(reply: ChatCompletion) -> Turn:
     token_ids = _extension(found, "token_ids")
     num_tokens = len(token_ids)
     try:
-        versions = versions_of(_extension(found, "policy_versions"), num_tokens)
+        completion = Completion(
+            prompt_token_ids=_extension(found, "prompt_token_ids"),
+            token_ids=token_ids,
+            logprobs=_extension(found, "token_logprobs", num_tokens),
+            versions=VersionSpans.from_json(_extension(found, "policy_versions"), num_tokens),
+            text=choice.message.content or "",
+            finish_reason=FinishReason(choice.finish_reason),
+            num_aborts=int(found.get("num_aborts") or 0),
+        )
+        text_ends = column(_extension(found, "text_ends", num_tokens), np.int32, "text_ends")
     except ValueError as error:
         raise GenerationError(f"the reply's {error}") from error
-    completion = Completion(
-        prompt_token_ids=_extension(found, "prompt_token_ids"),
-        token_ids=token_ids,
-        logprobs=_extension(found, "token_logprobs", num_tokens),
-        versions=versions,
-        text=choice.message.content or "",
-        finish_reason=FinishReason(choice.finish_reason),
-        num_aborts=int(found.get("num_aborts") or 0),
-    )
-    return Turn(
-        completion=completion,
-        stop_string=str(found.get("stop_reason") or ""),
-        text_ends=_extension(found, "text_ends", num_tokens),
-    )
+    return Turn(completion=completion, stop_string=str(found.get("stop_reason") or ""), text_ends=text_ends)
 
 
-def _extension(found: dict[str, Any], name: str, num_tokens: int | None = None) -> tuple[Any, ...]:
+def _extension(found: dict[str, Any], name: str, num_tokens: int | None = None) -> Any:
     """Return a list of a reply, which has one entry per token if ``num_tokens`` is given."""
     value = found.get(name)
     if not isinstance(value, list):
@@ -175,4 +172,4 @@ def _extension(found: dict[str, Any], name: str, num_tokens: int | None = None) 
         )
     if num_tokens is not None and len(value) != num_tokens:
         raise GenerationError(f"the reply's {name} has {len(value)} entries for {num_tokens} token ids")
-    return tuple(value)
+    return value

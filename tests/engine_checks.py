@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.inference.engines.ray import RayEngine
 from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import (
@@ -115,7 +117,7 @@ def truncate(path: Path) -> Path:
 
 def make_request(
     request_id: str,
-    prompt: tuple[int, ...] = PROMPTS[0],
+    prompt: Sequence[int] | TokenIds = PROMPTS[0],
     *,
     max_tokens: int = 64,
     ignore_eos: bool = True,
@@ -125,7 +127,7 @@ def make_request(
 ) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=token_ids(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=temperature, **sampling),
         stream_interval=stream_interval,
     )
@@ -155,7 +157,7 @@ async def generate_with_retries(engine: VLLMEngine, request: EngineRequest) -> l
             make_request(f"{request.request_id}-{len(segments)}", prompt, max_tokens=remaining)
         )
         segments.append(segment)
-        prompt, remaining = prompt + segment.token_ids, remaining - len(segment.token_ids)
+        prompt, remaining = follow(prompt, segment), remaining - len(segment.token_ids)
         if segment.finish_reason is not FinishReason.ABORT:
             return segments
 
@@ -169,36 +171,41 @@ async def wait_for_blocks(engine: VLLMEngine | RayEngine, num_blocks: int) -> No
                 return
 
 
-def joined(outputs: list[EngineOutput]) -> tuple[int, ...]:
-    return tuple(token for output in outputs for token in output.token_ids)
+def follow(prompt: Sequence[int] | TokenIds, output: EngineOutput) -> TokenIds:
+    """The prompt that goes on after an output."""
+    return np.concatenate([token_ids(prompt), output.token_ids])
+
+
+def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids.tolist()]
 
 
 def reference_logprobs(
-    policy_dir: Path, prompt: tuple[int, ...], output: EngineOutput, temperature: float
+    policy_dir: Path, prompt: Sequence[int] | TokenIds, output: EngineOutput, temperature: float
 ) -> torch.Tensor:
     model = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
-    token_ids = torch.tensor([prompt + output.token_ids])
+    whole = torch.from_numpy(follow(prompt, output)).long()
     with torch.no_grad():
-        logprobs = (model(token_ids).logits[0] / temperature).log_softmax(-1)
-    return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        logprobs = (model(whole[None]).logits[0] / temperature).log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, whole[len(prompt) :, None])[:, 0]
 
 
 async def check_limited_tokens(generate: Callable[[SamplingParams], Awaitable[EngineOutput]]) -> None:
     """``generate`` obeys stop tokens, the minimum, the bias, allowed tokens and bad words, from the first token on."""
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    first, second, *_ = (await generate(greedy)).token_ids
+    first, second, *_ = (await generate(greedy)).token_ids.tolist()
 
-    async def sampled(**limits: Any) -> EngineOutput:
-        return await generate(replace(greedy, **limits))
+    async def sampled(**limits: Any) -> tuple[list[int], FinishReason | None]:
+        output = await generate(replace(greedy, **limits))
+        return output.token_ids.tolist(), output.finish_reason
 
-    stopped = await sampled(stop_token_ids=(first,))
-    assert (stopped.token_ids, stopped.finish_reason) == ((first,), FinishReason.STOP)
-    later = await sampled(stop_token_ids=(first,), min_tokens=5)
-    assert first not in later.token_ids[:5] and len(later.token_ids) > 5
-    ended = await sampled(ignore_eos=False, logit_bias=((EOS, 100.0),), min_tokens=5)
-    assert len(ended.token_ids) == 6 and ended.token_ids.index(EOS) == 5 and ended.finish_reason is FinishReason.STOP
-    assert (await sampled(logit_bias=((17, 100.0),))).token_ids == (17,) * 12
-    assert set((await sampled(allowed_token_ids=(7, 8, 9))).token_ids) <= {7, 8, 9}
-    assert first not in (await sampled(bad_words=((first,),))).token_ids
-    in_order = (await sampled(bad_words=((first, second),))).token_ids
+    assert await sampled(stop_token_ids=(first,)) == ([first], FinishReason.STOP)
+    later, _ = await sampled(stop_token_ids=(first,), min_tokens=5)
+    assert first not in later[:5] and len(later) > 5
+    ended, reason = await sampled(ignore_eos=False, logit_bias=((EOS, 100.0),), min_tokens=5)
+    assert len(ended) == 6 and ended.index(EOS) == 5 and reason is FinishReason.STOP
+    assert (await sampled(logit_bias=((17, 100.0),)))[0] == [17] * 12
+    assert set((await sampled(allowed_token_ids=(7, 8, 9)))[0]) <= {7, 8, 9}
+    assert first not in (await sampled(bad_words=((first,),)))[0]
+    in_order, _ = await sampled(bad_words=((first, second),))
     assert in_order[0] == first and (first, second) not in pairwise(in_order)

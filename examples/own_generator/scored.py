@@ -9,6 +9,8 @@ Right answers cost a little per token here, so that the policy learns to be righ
 import asyncio
 from dataclasses import replace
 
+import numpy as np
+
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema.run import Config
 from skyrl_async.rollout.generator import GroupRequest
@@ -45,7 +47,7 @@ class ScoredGenerator:
         return Trajectory(
             prompt_token_ids=answer.prompt_token_ids,
             response_token_ids=answer.token_ids,
-            loss_mask=(1,) * len(answer.token_ids),
+            loss_mask=np.ones(len(answer.token_ids), np.bool_),
             logprobs=answer.logprobs,
             versions=answer.versions,
             reward=score(answer.text, request.prompt, len(answer.token_ids)),

@@ -7,11 +7,12 @@ of micro-batches is a pure function of the lengths, and the same on every machin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_async.columns import Mask
 from skyrl_async.types import Trajectory
 
 
@@ -136,15 +137,16 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     shape = (1, sum(lengths)) if is_packed else (len(rows), max(lengths, default=0))
     input_ids = torch.zeros(shape if rows else (1, 1), dtype=torch.int64)
     starts = [sum(lengths[:i]) if is_packed else i * shape[1] for i in range(len(rows))]
-    places: list[int] = []
+    flat_ids = input_ids.numpy().reshape(-1)  # shares its memory
+    is_before_sampled: Mask = np.zeros(len(flat_ids), dtype=np.bool_)
     for row, start in zip(rows, starts, strict=True):
         prompt, response = row.trajectory.prompt_token_ids, row.trajectory.response_token_ids
-        if not prompt:
+        if not len(prompt):
             raise ValueError("trajectory.prompt_token_ids must hold at least one token, got none")
-        input_ids.view(-1)[start : start + row.num_tokens] = torch.tensor(prompt + response)
-        first = start + len(prompt) - 1
-        places += compress(range(first, first + len(response)), row.trajectory.loss_mask)
-    positions = torch.tensor(places, dtype=torch.int64)
+        first = start + len(prompt)
+        flat_ids[start:first], flat_ids[first : first + len(response)] = prompt, response
+        is_before_sampled[first - 1 : first - 1 + len(response)] = row.trajectory.loss_mask
+    positions = torch.from_numpy(np.flatnonzero(is_before_sampled))
     num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
     row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
     weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float32)
@@ -155,25 +157,23 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         positions=positions.to(device),
         targets=input_ids.flatten()[positions + 1].to(device),
         row_indices=row_indices.to(device),
-        behavior_logprobs=_of_sampled(rows, "logprobs", torch.float32, device),
+        behavior_logprobs=_of_sampled(rows, "logprobs", np.float32, device),
         advantages=advantages[row_indices].to(device),
         weights=weights[row_indices].to(device),
-        versions=_of_sampled(rows, "versions", torch.int64, device),
-        ref_logprobs=_unless_lacking(rows, "ref_logprobs", torch.float32, device),
-        old_logprobs=_unless_lacking(rows, "old_logprobs", torch.float32, device),
-        is_marked=_unless_lacking(rows, "marks", torch.bool, device),
+        versions=_of_sampled(rows, "versions", np.int64, device),
+        ref_logprobs=_unless_lacking(rows, "ref_logprobs", np.float32, device),
+        old_logprobs=_unless_lacking(rows, "old_logprobs", np.float32, device),
+        is_marked=_unless_lacking(rows, "marks", np.bool_, device),
     )
 
 
-def _of_sampled(rows: Sequence[Row], name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(N,): what a trajectory's field ``name``, one value per response token, has for sampled tokens."""
-    chosen: list[float] = []
-    for row in rows:
-        chosen += compress(getattr(row.trajectory, name), row.trajectory.loss_mask)
-    return torch.tensor(chosen, dtype=dtype, device=device)
+def _of_sampled(rows: Sequence[Row], name: str, dtype: type[np.generic], device: torch.device) -> Tensor:
+    """(N,) ``dtype``: what a trajectory's field ``name``, one value per response token, has for sampled tokens."""
+    chosen = [np.asarray(getattr(row.trajectory, name))[row.trajectory.loss_mask] for row in rows]
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *chosen])).to(device)
 
 
-def _unless_lacking(rows: Sequence[Row], name: str, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _unless_lacking(rows: Sequence[Row], name: str, dtype: type[np.generic], device: torch.device) -> Tensor | None:
     """``_of_sampled``, or None if a row lacks the field."""
     is_lacking = any(getattr(row.trajectory, name) is None for row in rows)
     return None if is_lacking else _of_sampled(rows, name, dtype, device)

@@ -147,8 +147,8 @@ class KlPenalty:
             raise TrainingError(
                 "trainer.algorithm.use_kl_in_reward needs trajectories with ref_logprobs; some have none"
             )
-        kept = torch.tensor(row.loss_mask, dtype=torch.bool)
-        sampled, reference = (torch.tensor(of, dtype=torch.float64)[kept] for of in (row.logprobs, row.ref_logprobs))
+        of_both = (row.logprobs, row.ref_logprobs)
+        sampled, reference = (torch.tensor(of[row.loss_mask], dtype=torch.float64) for of in of_both)
         return self._estimator(sampled, reference).tolist()
 
     def end_step(self) -> dict[str, float]:

@@ -23,14 +23,15 @@ beforehand: they depend on neither micro-batches nor ranks, and are the same if 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, importance_ratio
 from skyrl_async.algorithms.settings import LossConstants
-from skyrl_async.types import Group, Trajectory
+from skyrl_async.columns import Mask
+from skyrl_async.types import Group
 
 _LEAST = 1e-12
 """Least probability of all other tokens together; keeps logarithms finite."""
@@ -211,10 +212,10 @@ def clip_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequenc
     """
     covariances = token_covariances(groups)
     within = (covariances > constants.clip_cov_lb) & (covariances < constants.clip_cov_ub)
-    candidates = within.nonzero().flatten().tolist()
+    candidates = within.nonzero().flatten()
     num = max(1, int(constants.clip_cov_ratio * len(covariances)))
     drawn = random.Random(" ".join(str(group.admission_index) for group in groups))
-    return _marked(groups, drawn.sample(candidates, min(num, len(candidates))))
+    return _marked(groups, candidates[drawn.sample(range(len(candidates)), min(num, len(candidates)))])
 
 
 def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[Group]:
@@ -224,7 +225,7 @@ def kl_cov_marks(groups: Sequence[Group], constants: LossConstants) -> Sequence[
     """
     covariances = token_covariances(groups)
     num = min(max(1, int(constants.kl_cov_frac * len(covariances))), int((covariances > 0).sum()))
-    return _marked(groups, covariances.topk(num).indices.tolist())
+    return _marked(groups, covariances.topk(num).indices)
 
 
 def token_covariances(groups: Sequence[Group]) -> Tensor:
@@ -232,21 +233,20 @@ def token_covariances(groups: Sequence[Group]) -> Tensor:
     logprobs, advantages = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.float64)]
     for group in groups:
         for row, advantage in zip(group.trajectories, group.advantages, strict=True):
-            of_row = torch.tensor(row.logprobs, dtype=torch.float64)[torch.tensor(row.loss_mask, dtype=torch.bool)]
+            of_row = torch.tensor(row.logprobs[row.loss_mask], dtype=torch.float64)
             logprobs.append(of_row)
             advantages.append(torch.full_like(of_row, advantage))
     of_policy, of_reward = torch.cat(logprobs), torch.cat(advantages)
     return (of_policy - of_policy.mean()) * (of_reward - of_reward.mean())
 
 
-def _marked(groups: Sequence[Group], chosen: Sequence[int]) -> list[Group]:
-    """Mark the tokens whose indices among the sampled tokens of all rows are ``chosen``."""
-    are_chosen, places = set(chosen), count()
-
-    def marks(row: Trajectory) -> tuple[int, ...]:
-        return tuple(int(bool(is_sampled) and next(places) in are_chosen) for is_sampled in row.loss_mask)
-
+def _marked(groups: Sequence[Group], chosen: Tensor) -> list[Group]:
+    """Mark the tokens whose indices among the sampled tokens of all rows are ``chosen``, int64."""
+    masks = [row.loss_mask for group in groups for row in group.trajectories]
+    are_marked: Mask = np.zeros(sum(map(len, masks)), dtype=np.bool_)
+    are_marked[np.flatnonzero(np.concatenate([are_marked[:0], *masks]))[chosen.numpy()]] = True
+    marks = iter(np.split(are_marked, np.cumsum(list(map(len, masks)), dtype=np.int64)))
     return [
-        replace(group, trajectories=tuple(replace(row, marks=marks(row)) for row in group.trajectories))
+        replace(group, trajectories=tuple(replace(row, marks=next(marks)) for row in group.trajectories))
         for group in groups
     ]

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from skyrl_async.errors import GenerationError
 from skyrl_async.samples import Sample, per_row, samples_of
 from skyrl_async.types import Group
@@ -88,7 +90,7 @@ def mask_overlong(group: Group) -> Group:
     if not any(are_cut):
         return group
     rows = (
-        replace(row, loss_mask=(0,) * len(row.loss_mask), is_overlong=True) if is_cut else row
+        replace(row, loss_mask=np.zeros_like(row.loss_mask), is_overlong=True) if is_cut else row
         for row, is_cut in zip(group.trajectories, are_cut, strict=True)
     )
     return replace(group, trajectories=tuple(rows))

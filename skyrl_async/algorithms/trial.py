@@ -14,6 +14,7 @@ from torch import Tensor
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.algorithms.reward_shaping import RewardShape, shaped_rewards
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.registries import LossEntry
 from skyrl_async.samples import Sample
@@ -79,7 +80,7 @@ def _row(reward: float, num_tokens: int) -> Trajectory:
         response_token_ids=(2,) * num_tokens,
         loss_mask=(1,) * num_tokens,
         logprobs=(-1.0,) * num_tokens,
-        versions=(0,) * num_tokens,
+        versions=VersionSpans.constant(0, num_tokens),
         reward=reward,
     )
 

@@ -6,14 +6,16 @@ renders behind the last sampled message (contract 4 of the design). Does not kno
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
+import numpy as np
 from jinja2.exceptions import TemplateError
+from numpy.typing import NDArray
 
 from skyrl_async.chat.messages import Tool, normalise_messages, with_short_ids, with_text_arguments
 from skyrl_async.chat.spelling import Speller
+from skyrl_async.columns import TokenIds, column
 from skyrl_async.errors import ConfigError, PromptTooLongError
 from skyrl_async.types import Message
 
@@ -62,20 +64,23 @@ class ChatRenderer:
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         limit: int | None = None,
-    ) -> tuple[int, ...]:
-        """Token ids of the whole conversation. ``limit``: as for ``encode``. Raises ``ValueError`` if the template refuses the messages."""
+    ) -> TokenIds:
+        """(T,) int32 token ids of the whole conversation. ``limit``: as for ``encode``.
+
+        Raises ``ValueError`` if the template refuses the messages.
+        """
         return self.encode(self._render_text(normalise_messages(messages), tools, add_generation_prompt), limit=limit)
 
     def render_next(
         self,
         messages: Sequence[Message],
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | TokenIds,
         *,
         num_covered: int | None = None,
         tools: Sequence[Tool] | None = None,
         limit: int | None = None,
-    ) -> tuple[int, ...]:
-        """Token ids of the next prompt: ``token_ids`` unchanged, then the tail.
+    ) -> TokenIds:
+        """(T,) int32 token ids of the next prompt: ``token_ids`` unchanged, then the tail.
 
         The token that ends the turn is added unless ``token_ids`` ends with it. Tokens of a stop string stay, although the text lacks the
         stop string: they were sampled.
@@ -92,10 +97,10 @@ class ChatRenderer:
         """
         tail = self.encode(self._full_tail(messages, num_covered, tools), limit=limit, num_before=len(token_ids))
         num_leading = self._leading_end(tail)
-        ended = num_leading > 0 and bool(token_ids) and token_ids[-1] == tail[num_leading - 1]
-        return (*token_ids, *(tail[num_leading:] if ended else tail))
+        ended = num_leading > 0 and len(token_ids) > 0 and token_ids[-1] == tail[num_leading - 1]
+        return column(np.concatenate([column(token_ids, np.int32), tail[num_leading:] if ended else tail]), np.int32)
 
-    def stop_string(self, token_ids: Sequence[int], text: str, stop: Iterable[str]) -> str | None:
+    def stop_string(self, token_ids: Sequence[int] | TokenIds, text: str, stop: Iterable[str]) -> str | None:
         """The stop string that ended a completion, or None.
 
         The text that vLLM returns lacks the stop string, but the tokens spell it.
@@ -114,10 +119,12 @@ class ChatRenderer:
                 return next((string for string in stops if decoded.startswith(string, len(text))), None)
         return None
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False) -> str:
         """The text of ``token_ids``, with U+FFFD for bytes that are no characters."""
         text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            column(token_ids, np.int32).tolist(),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         return str(text)
 
@@ -125,10 +132,11 @@ class ChatRenderer:
         """The bytes of one token in a text. A special token has the bytes of its name."""
         return self._speller.spell(token_id)
 
-    def text_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """(T,) For each token, the number of bytes of decoded text through that token. Special tokens add none."""
-        sizes = (0 if i in self._special_ids else len(self._speller.spell(i)) for i in token_ids)
-        return tuple(accumulate(sizes))
+    def text_ends(self, token_ids: Sequence[int] | TokenIds) -> NDArray[np.int32]:
+        """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens add none."""
+        found, places = np.unique(column(token_ids, np.int32), return_inverse=True)
+        sizes = [0 if i in self._special_ids else len(self._speller.spell(i)) for i in found.tolist()]
+        return column(column(sizes, np.int32)[places].cumsum(dtype=np.int32), np.int32)
 
     def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:
         normalised = normalise_messages(messages)
@@ -154,16 +162,16 @@ class ChatRenderer:
         exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
         end = _after_sentinel(self._render_text(exchange, None, False)).strip()
         start = after.find(end) if end else -1
-        if start < 0 or not self._special_ids.isdisjoint(self.encode(after[:start])):
+        if start < 0 or not self._special_ids.isdisjoint(self.encode(after[:start]).tolist()):
             raise ConfigError(
                 "the tokenizer's chat template must end a turn of tool calls as it ends a turn of words, with "
                 f"{end!r}, which does not follow them; such a template cannot be continued in token space"
             )
         return after[start:]
 
-    def _leading_end(self, tail: Sequence[int]) -> int:
+    def _leading_end(self, tail: TokenIds) -> int:
         """Number of ids at the start of a tail that end the turn: white space, then one special token. 0 if the tail does not begin so."""
-        for i, token_id in enumerate(tail):
+        for i, token_id in enumerate(map(int, tail)):
             if token_id in self._special_ids:
                 return i + 1
             if self._speller.spell(token_id).strip():
@@ -197,8 +205,8 @@ class ChatRenderer:
             raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
         return str(text)
 
-    def encode(self, text: str, *, limit: int | None = None, num_before: int = 0) -> tuple[int, ...]:
-        """Token ids of ``text``, without adding special tokens. Lets other threads run meanwhile.
+    def encode(self, text: str, *, limit: int | None = None, num_before: int = 0) -> TokenIds:
+        """(T,) int32 token ids of ``text``, without adding special tokens. Lets other threads run meanwhile.
 
         Raises ``PromptTooLongError`` without tokenizing if the text is long and is known to reach ``limit`` tokens, counted with the
         ``num_before`` tokens in front of it.
@@ -207,7 +215,7 @@ class ChatRenderer:
             fewest = num_before + self._speller.fewest_tokens(text)
             if fewest >= limit:
                 raise PromptTooLongError(fewest, limit, num_characters=len(text))
-        ids = tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        ids = column(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         if len(text) > _HUGE_TEXT and hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(
                 0

@@ -1,7 +1,7 @@
 """Writes and reads a run's checkpoints: complete or not there at all (contract 7).
 
     <run>/checkpoints/global_step_40/{policy/, trainer_state.json, groups.json, running_groups.json,
-                                           manifest.json}
+                                      columns.arrow, manifest.json}
     <run>/checkpoints/latest_ckpt_global_step.txt        written last
 
 A directory appears by one rename, after everything in it was synced to disk. A kill at any moment leaves every checkpoint that was
@@ -17,13 +17,16 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_async.checkpoint.files import read_json, verify, write_json, write_manifest
+from numpy.typing import NDArray
+
+from skyrl_async.checkpoint.columns_file import ColumnsWriter, read_columns, with_columns
+from skyrl_async.checkpoint.files import read_json, verify, write_json, write_json_list, write_manifest
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
@@ -36,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 LATEST = "latest_ckpt_global_step.txt"
+_COLUMNS = "columns.arrow"
+"""What has one value per token in ``groups.json`` and ``running_groups.json``."""
 _FILES = ("groups", "running")
 """Fields of the state that have their own file."""
 _PREFIX = "global_step_"
@@ -165,8 +170,9 @@ class Checkpointer:
         self._remove_cut_off(partial)
         fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
         write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
-        write_json(partial / "groups.json", [group_to_json(group) for group in state.groups])
-        write_json(partial / "running_groups.json", [running_to_json(group) for group in state.running])
+        with ColumnsWriter(partial / _COLUMNS) as columns:
+            write_json_list(partial / "groups.json", map(group_to_json, state.groups), columns)
+            write_json_list(partial / "running_groups.json", map(running_to_json, state.running), columns)
         write_manifest(partial, check=check)
         check()
         pointer = self._prepare_pointer(state.step)  # everything that needs disk space comes before the renames
@@ -296,14 +302,16 @@ def read_state(path: Path) -> TrainerState:
     verify(path)
     state: TrainerState = _as(TrainerState, path, "trainer_state.json", {**fields, "groups": [], "running": []})
     _as(RunTotals, path, "trainer_state.json", state.totals, "totals")  # refused before anything boots
-    groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"))
-    running = _as(tuple[RunningGroup, ...], path, "running_groups.json", read_json(path, "running_groups.json"))
+    columns = read_columns(path / _COLUMNS)
+    groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"), columns=columns)
+    file = "running_groups.json"
+    running = _as(tuple[RunningGroup, ...], path, file, read_json(path, file), columns=columns)
     return dataclasses.replace(state, groups=groups, running=running)
 
 
-def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "") -> Any:
+def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "", columns: Sequence[NDArray[Any]] = ()) -> Any:
     try:
-        return from_json(kind, saved, name)
+        return from_json(kind, with_columns(saved, columns), name)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be used: in {file} {error}; resume from another one, or with the version of skyrl_async that "

@@ -6,16 +6,15 @@ Does not know what the files hold.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.checkpoint.columns_file import ColumnsWriter
 from skyrl_async.errors import CheckpointError
 from skyrl_async.weights.formats import crc32_of_file, sync
 
 MANIFEST = "manifest.json"
-_VALUES_AT_A_TIME = 1024
-"""List items per call of ``json.dumps``, about a millisecond: it holds the interpreter, and nothing else runs meanwhile."""
 
 
 def write_manifest(directory: Path, *, check: Callable[[], None] = lambda: None) -> None:
@@ -84,32 +83,19 @@ def _unreadable(directory: Path, name: str, error: OSError) -> CheckpointError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write what ``json.dumps`` would, without syncing; other threads run meanwhile, however long ``value`` is."""
+    """Write JSON without syncing, a value at a time, so that other threads run meanwhile."""
     with path.open("w", encoding="ascii") as file:
-        file.writelines(_json_pieces(value))
+        file.writelines(json.JSONEncoder().iterencode(value))
 
 
-def _json_pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield "{"
-        for i, (key, inner) in enumerate(value.items()):
-            yield (", " if i else "") + json.dumps({key: 0})[1:-2]
-            yield from _json_pieces(inner)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "["
-        for begin in range(0, len(value), _VALUES_AT_A_TIME):
-            part = value[begin : begin + _VALUES_AT_A_TIME]
-            yield ", " if begin else ""
-            if any(isinstance(inner, dict | list | tuple) for inner in part):
-                for i, inner in enumerate(part):
-                    yield ", " if i else ""
-                    yield from _json_pieces(inner)
-            else:
-                yield json.dumps(part)[1:-1]
-        yield "]"
-    else:
-        yield json.dumps(value)
+def write_json_list(path: Path, values: Iterable[Any], columns: ColumnsWriter) -> None:
+    """``write_json`` of a list that is never there as a whole. Numpy columns in it go to the file of ``columns``."""
+    encoder = json.JSONEncoder(default=columns.add)
+    with path.open("w", encoding="ascii") as file:
+        for i, value in enumerate(values):
+            file.write(", " if i else "[")
+            file.writelines(encoder.iterencode(value))
+        file.write("]" if file.tell() else "[]")
 
 
 def _crc32(path: Path, check: Callable[[], None] = lambda: None) -> str:

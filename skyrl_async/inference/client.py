@@ -17,8 +17,10 @@ import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
+from typing import Any
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.generation import (
     GenerationState,
@@ -130,7 +132,7 @@ class InferenceEngineClient:
         self,
         *,
         sampling: SamplingParams,
-        prompt_token_ids: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | TokenIds | None = None,
         messages: Sequence[Message] | None = None,
         session_id: str | None = None,
     ) -> Completion:
@@ -150,7 +152,7 @@ class InferenceEngineClient:
 
     async def generate_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -173,17 +175,10 @@ class InferenceEngineClient:
             if state.has_ended:
                 break
             num_restarts += 1  # its engine died, and it is not resumable
-        assert state.finish_reason is not None
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(state.token_ids),
-            logprobs=tuple(state.logprobs),
-            versions=tuple(state.versions),
             text=text.finish()[0],
-            finish_reason=state.finish_reason,
-            num_aborts=state.num_aborts + num_restarts,
-            top_logprobs=tuple(state.top_logprobs),
-            num_cached_tokens=state.num_cached_tokens or 0,
+            **_values(state.output(), EngineOutput) | {"num_aborts": state.num_aborts + num_restarts},
         )
 
     async def collect_open_tokens(self) -> None:
@@ -199,7 +194,7 @@ class InferenceEngineClient:
 
     async def stream_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -218,25 +213,23 @@ class InferenceEngineClient:
         async with aclosing(_until_stop_string(blocks, state, text)) as kept:
             async for block in kept:
                 is_last = block.finish_reason is not None
-                if not block.token_ids and not is_last:
+                if not len(block.token_ids) and not is_last:
                     continue  # an engine died, or was paused before its first token
-                yield CompletionDelta(
-                    token_ids=block.token_ids,
-                    logprobs=block.logprobs,
-                    versions=block.versions,
-                    text=text.finish()[1] if is_last else text.take(),
-                    finish_reason=block.finish_reason,
-                    top_logprobs=block.top_logprobs,
-                    num_aborts=state.num_aborts if is_last else 0,
-                    num_cached_tokens=state.num_cached_tokens or 0,
-                )
+                whole = {
+                    "num_aborts": state.num_aborts if is_last else 0,
+                    "num_cached_tokens": state.num_cached_tokens or 0,
+                }
+                new_text = text.finish()[1] if is_last else text.take()
+                yield CompletionDelta(text=new_text, **_values(block, EngineOutput) | whole)
 
     def statistics(self) -> dict[str, float]:
         """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
         counts = {f"{name}_total": float(count) for name, count in self._counts.items()}
         return counts | self.pool.statistics() | {"policy_version": float(self.policy_version)}
 
-    def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, priority: int) -> EngineRequest:
+    def _request(
+        self, prompt_token_ids: Sequence[int] | TokenIds, sampling: SamplingParams, priority: int
+    ) -> EngineRequest:
         """The engine request of one generation. Raises ``PromptTooLongError``."""
         if sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {sampling.max_tokens}")
@@ -246,7 +239,7 @@ class InferenceEngineClient:
         self._counts["requests"] += 1
         return EngineRequest(
             request_id=f"{self._name}-{next(self._request_numbers)}",
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt_token_ids=token_ids(prompt_token_ids),
             sampling=replace(sampling, max_tokens=budget, min_tokens=min(sampling.min_tokens, budget), stop=()),
             priority=priority,
             stream_interval=None if sampling.stop else _CARRIED_BLOCK_TOKENS,
@@ -281,7 +274,7 @@ class InferenceEngineClient:
 
         try:
             state.add(begin)
-            if begin.token_ids:
+            if len(begin.token_ids):
                 yield begin
             async with aclosing(call_until_end(request, state, call)) as blocks:
                 async for block in blocks:
@@ -293,8 +286,8 @@ class InferenceEngineClient:
     def _count_end(self, state: GenerationState) -> None:
         """Count the tokens of a generation that has ended or was cut off."""
         if state.has_ended:
-            self._counts["tokens"] += len(state.token_ids)
-            record_tokens(len(state.token_ids))
+            self._counts["tokens"] += state.num_tokens
+            record_tokens(state.num_tokens)
         else:
             num_tokens = len(state.partial_output().token_ids)
             self._counts["abandoned_tokens"] += num_tokens
@@ -309,12 +302,12 @@ class InferenceEngineClient:
             try:
                 async with aclosing(slot.blocks(stream_once if streams else generate_once, request)) as blocks:
                     async for block in blocks:
-                        self.policy_version = max(self.policy_version, *block.versions, 0)
+                        self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
                         yield block
                 return
             except EngineDeadError as error:
                 self.drop_engine(slot.engine, error)
-        yield EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+        yield EngineOutput(finish_reason=FinishReason.ABORT)
 
 
 async def _until_stop_string(
@@ -325,18 +318,23 @@ async def _until_stop_string(
         async for block in blocks:
             num_kept = text.push(_text_tokens(block, text))
             if num_kept is not None:
-                num_before = len(state.token_ids) - len(block.token_ids)
+                num_before = state.num_tokens - len(block.token_ids)
                 state.truncate(num_kept)
                 yield head_of(block, max(0, num_kept - num_before))
                 return
             yield block
 
 
-def _text_tokens(block: EngineOutput, text: CompletionText) -> tuple[int, ...]:
+def _text_tokens(block: EngineOutput, text: CompletionText) -> TokenIds:
     """The tokens of a block that are text: a last end-of-sequence or stop token is text only on demand."""
     is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
     return block.token_ids[:-1] if is_stopped else block.token_ids
 
 
 def _only_delta(completion: Completion) -> CompletionDelta:
-    return CompletionDelta(**{field.name: getattr(completion, field.name) for field in fields(CompletionDelta)})
+    return CompletionDelta(**_values(completion, CompletionDelta))
+
+
+def _values(output: EngineOutput, kind: type[EngineOutput]) -> dict[str, Any]:
+    """The fields of ``kind`` in ``output``."""
+    return {field.name: getattr(output, field.name) for field in fields(kind)}

@@ -8,20 +8,27 @@ another engine when one dies. A paused engine holds its requests, so pauses are 
 """
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
+from skyrl_async.columns import NO_LOGPROBS, VersionSpans
 from skyrl_async.errors import InferenceError
 from skyrl_async.inference.protocol import InferenceEngine
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogprobs
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
 EngineCall = Callable[[EngineRequest], AsyncGenerator[EngineOutput, None]]
 """Runs one engine call. Its last block has a finish reason; ``abort`` means that the generation is to continue."""
 
 _COLUMNS = ("token_ids", "logprobs", "versions", "top_logprobs")
-"""Fields of ``EngineOutput`` and ``GenerationState`` with one entry per token, or none at all."""
+"""Fields of ``EngineOutput`` with one entry per token, or none at all."""
+
+_NOTHING = EngineOutput(finish_reason=None)
+_MAX_BLOCKS = 256
+"""Blocks kept apart: a block of one token takes a hundred times the memory of its token."""
 
 
 class GenerationState:
@@ -33,11 +40,9 @@ class GenerationState:
 
     def __init__(self, *, has_logprobs: bool = True) -> None:
         self._has_logprobs = has_logprobs
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.top_logprobs: list[TopLogprobs] = []
-        """One entry per token, or none at all."""
+        self._blocks: list[EngineOutput] = []
+        self.num_tokens = 0
+        """Tokens of the blocks added."""
         self.finish_reason: FinishReason | None = None
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
@@ -57,17 +62,20 @@ class GenerationState:
     def add(self, output: EngineOutput) -> None:
         """Append a block. Raises ``InferenceError`` if a token lacks its log-prob or version."""
         if not self._has_logprobs:
-            output = replace(output, logprobs=())
+            output = replace(output, logprobs=NO_LOGPROBS)
         num_logprobs = len(output.token_ids) if self._has_logprobs else 0
         if len(output.token_ids) != len(output.versions) or len(output.logprobs) != num_logprobs:
             raise InferenceError(
                 f"an engine returned {len(output.token_ids)} tokens with {len(output.logprobs)} log-probs and "
                 f"{len(output.versions)} versions; every token needs one of each"
             )
-        if self.num_cached_tokens is None and output.token_ids:
-            self.num_cached_tokens = output.num_cached_tokens
-        for name in _COLUMNS:
-            getattr(self, name).extend(getattr(output, name))
+        if len(output.token_ids):
+            if self.num_cached_tokens is None:
+                self.num_cached_tokens = output.num_cached_tokens
+            self._blocks.append(output)
+            if len(self._blocks) > _MAX_BLOCKS:
+                self._blocks = [joined(self._blocks)]
+            self.num_tokens += len(output.token_ids)
         self.num_aborts += output.num_aborts
         if output.finish_reason is FinishReason.ABORT:
             self.num_aborts += 1
@@ -77,7 +85,7 @@ class GenerationState:
     def begin_call(self, request_id: str) -> None:
         """An engine call begins that samples the rest."""
         self.call_id = request_id
-        self._num_before_call = len(self.token_ids)
+        self._num_before_call = self.num_tokens
         self._engine_output = None
 
     def set_engine_output(self, outputs: Mapping[str, EngineOutput]) -> None:
@@ -91,44 +99,44 @@ class GenerationState:
         It is None where a stop string did: whoever continues from the tokens finds the string again.
         """
         known = replace(self.output(), finish_reason=None if self._has_stop_string else self.finish_reason)
-        if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= len(
-            self.token_ids
-        ):
+        if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= self.num_tokens:
             return known
-        outputs = self._engine_output if self._has_logprobs else replace(self._engine_output, logprobs=())
-        return merged(head_of(known, self._num_before_call), outputs)
+        outputs = self._engine_output if self._has_logprobs else replace(self._engine_output, logprobs=NO_LOGPROBS)
+        return joined([head_of(known, self._num_before_call), outputs])
 
     def truncate(self, num_tokens: int) -> None:
         """Keep ``num_tokens``: a stop string has ended the generation there."""
-        for name in _COLUMNS:
-            del getattr(self, name)[num_tokens:]
+        self._blocks = [head_of(self.output(), num_tokens)]
+        self.num_tokens = num_tokens
         self.finish_reason = FinishReason.STOP
         self._has_stop_string = True
 
     def num_remaining(self, request: EngineRequest) -> int:
         """Tokens left to sample for ``request``, which is the whole generation's."""
-        return request.sampling.max_tokens - len(self.token_ids)
+        return request.sampling.max_tokens - self.num_tokens
 
     def remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
         """The request for the rest: the prompt of ``request`` plus the tokens so far, and the rest of its budget."""
-        if not self.token_ids:
+        if not self.num_tokens:
             return replace(request, request_id=request_id)
         return replace(
             request,
             request_id=request_id,
-            prompt_token_ids=request.prompt_token_ids + tuple(self.token_ids),
+            prompt_token_ids=np.concatenate([request.prompt_token_ids, self.output().token_ids]),
             sampling=replace(
                 request.sampling,
                 max_tokens=self.num_remaining(request),
-                min_tokens=max(0, request.sampling.min_tokens - len(self.token_ids)),
+                min_tokens=max(0, request.sampling.min_tokens - self.num_tokens),
             ),
-            num_sampled_tokens=request.num_sampled_tokens + len(self.token_ids),
+            num_sampled_tokens=request.num_sampled_tokens + self.num_tokens,
         )
 
     def output(self) -> EngineOutput:
         """All tokens as one engine call's output. Before the end its reason is ``abort``, which ``num_aborts`` then leaves out."""
-        return EngineOutput(
-            **{name: tuple(getattr(self, name)) for name in _COLUMNS},
+        if len(self._blocks) > 1:
+            self._blocks = [joined(self._blocks)]
+        return replace(
+            self._blocks[0] if self._blocks else _NOTHING,
             finish_reason=self.finish_reason or FinishReason.ABORT,
             num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
             num_cached_tokens=self.num_cached_tokens or 0,
@@ -178,13 +186,16 @@ def head_of(output: EngineOutput, num_tokens: int) -> EngineOutput:
     return replace(output, **head, finish_reason=FinishReason.STOP)
 
 
-def merged(first: EngineOutput, second: EngineOutput) -> EngineOutput:
-    """Two consecutive blocks of a stream as one."""
+def joined(blocks: Sequence[EngineOutput]) -> EngineOutput:
+    """Consecutive blocks of a stream, at least one, as one."""
     return EngineOutput(
-        **{name: getattr(first, name) + getattr(second, name) for name in _COLUMNS},
-        finish_reason=second.finish_reason,
-        num_aborts=first.num_aborts + second.num_aborts,
-        num_cached_tokens=first.num_cached_tokens,
+        token_ids=np.concatenate([block.token_ids for block in blocks]),
+        logprobs=np.concatenate([block.logprobs for block in blocks]),
+        versions=VersionSpans.joined(block.versions for block in blocks),
+        top_logprobs=tuple(itertools.chain.from_iterable(block.top_logprobs for block in blocks)),
+        finish_reason=blocks[-1].finish_reason,
+        num_aborts=sum(block.num_aborts for block in blocks),
+        num_cached_tokens=blocks[0].num_cached_tokens,
     )
 
 
@@ -206,7 +217,7 @@ async def call_until_end(
         if state.has_ended:
             return
         if state.num_remaining(request) < 1:
-            end = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.LENGTH)
+            end = EngineOutput(finish_reason=FinishReason.LENGTH)
             state.add(end)
             yield end
             return

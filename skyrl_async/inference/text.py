@@ -3,10 +3,11 @@
 A stop string may begin in one engine call and end in another, so engines do not look for them: only here are all tokens in one place.
 """
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Protocol
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.types import SamplingParams
 
 _REPLACEMENT = "�"
@@ -39,16 +40,17 @@ class CompletionText:
         self._min_tokens = sampling.min_tokens
         self._min_end: int | None = None if self._min_tokens else 0
         """Characters in the text of ``min_tokens`` tokens; None before there are that many."""
-        self._token_ids: list[int] = []
+        self._token_ids = array("i")
+        """int32, four bytes per token."""
         self._text = ""
         self._num_text_tokens = 0
         self._window_start = 0
         self._num_emitted = 0
         self._is_stopped = False
 
-    def push(self, token_ids: Sequence[int]) -> int | None:
+    def push(self, token_ids: TokenIds) -> int | None:
         """Add tokens. Returns how many are kept in all if a stop string ended the text, else None."""
-        self._token_ids.extend(token_ids)
+        self._token_ids.frombytes(token_ids.tobytes())
         if not self._stop:
             return None  # decoded when the text is asked for
         searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
@@ -79,9 +81,9 @@ class CompletionText:
             self._text = self._decode(self._token_ids)
         return self._text, self._text[self._num_emitted :]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: "array[int]") -> str:
         return self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            token_ids.tolist(), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     def _extend_text(self) -> str:

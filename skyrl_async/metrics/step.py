@@ -7,7 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import pairwise
+
+import numpy as np
 
 from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, samples_of
 from skyrl_async.types import Group
@@ -109,8 +111,9 @@ class StepFigures:
         rows = (t for group in self.groups for t in group.trajectories)
         of_version: Counter[int] = Counter()
         for row in rows:
-            of_version.update(compress(row.versions, row.loss_mask))
-        return Counter({self.trained_version - version: num for version, num in of_version.items()})
+            for (_, begin), (version, end) in pairwise(((0, 0), *row.versions.spans)):
+                of_version[version] += int(np.count_nonzero(row.loss_mask[begin:end]))
+        return Counter({self.trained_version - version: num for version, num in of_version.items() if num})
 
     def values(self) -> dict[str, float]:
         """Return all figures of the step by metric name."""

@@ -16,9 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_async.columns import json_list
 from skyrl_async.errors import CheckpointError
 from skyrl_async.types import Group, Trajectory
-from skyrl_async.version_spans import spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class RecordFile:
         return True
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a line of JSON."""
-        self.append(json.dumps(row) + "\n")
+        """Append a line of JSON; columns are lists in it."""
+        self.append(json.dumps(row, default=json_list) + "\n")
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -158,7 +158,7 @@ class TrainedGroupsLog(RecordFile):
         values: dict[str, Any] = {name: getattr(row, name) for name in _ROW_FIELDS} | {
             "num_prompt_tokens": len(row.prompt_token_ids),
             "num_response_tokens": len(row.response_token_ids),
-            "policy_versions": spans_of(row.versions),
+            "policy_versions": row.versions.to_json(),
         }
         optional = ["shaped_reward", "old_version"]
         if self._has_tokens:

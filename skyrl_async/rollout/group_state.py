@@ -2,8 +2,8 @@
 
     generator ──track, finish──> SampleStates ──snapshot──> checkpoint ──> SampleStates of the next run ──restore──> generator
 
-A checkpoint holds finished groups with their rows, and running groups with the states of their samples, as JSON. Does not know files, nor
-what a generator's own state means.
+A checkpoint holds finished groups with their rows, and running groups with the states of their samples, as JSON in which numpy columns are
+values. Does not know files, nor what a generator's own state means.
 """
 
 import json
@@ -31,7 +31,7 @@ class SampleState:
     rows: tuple[Trajectory, ...] | None = None
     """Training rows of a finished sample; empty if nothing was sampled. None: not finished."""
     state: dict[str, Any] | None = None
-    """JSON from which the generator continues the sample."""
+    """JSON, with numpy columns as values, from which the generator continues the sample."""
     num_tokens: int = 0
     """Tokens sampled so far; sampled again if the sample restarts."""
 
@@ -195,17 +195,22 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
     Old log-probs are kept with their version: a resumed run no longer has the policy of that version.
     """
-    found, rows = fields_of(group), [fields_of(row) for row in group.trajectories]
+    found, rows = fields_of(group), list(map(row_to_json, group.trajectories))
     del found["advantages"]
     for row in rows:
         del row["ref_logprobs"], row["marks"]
     return {**found, "trajectories": rows}
 
 
+def row_to_json(row: Trajectory) -> dict[str, Any]:
+    """A row's fields; columns stay columns."""
+    return {**fields_of(row), "versions": fields_of(row.versions)}
+
+
 def running_to_json(group: RunningGroup) -> dict[str, Any]:
     samples = {index: fields_of(sample) for index, sample in group.samples.items()}
     for of_sample in samples.values():
-        of_sample["rows"] = of_sample["rows"] and [fields_of(row) for row in of_sample["rows"]]
+        of_sample["rows"] = of_sample["rows"] and list(map(row_to_json, of_sample["rows"]))
     return {**fields_of(group), "samples": samples}
 
 
@@ -237,4 +242,6 @@ def from_json(kind: Any, saved: Any, name: str = "") -> Any:
 
 @cache
 def _reader_of(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(tuple[kind], config=ConfigDict(extra="forbid"))  # a dataclass alone takes no configuration
+    return TypeAdapter(
+        tuple[kind], config=ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    )  # a dataclass alone takes no configuration

@@ -9,10 +9,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.types import Completion, CompletionDelta, EngineOutput, SamplingParams
 
-NOTHING_SAMPLED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=None)
+NOTHING_SAMPLED = EngineOutput(finish_reason=None)
 
 
 class OpenGeneration:
@@ -45,7 +46,7 @@ class Sampler(Protocol):
 
     async def generate_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -68,7 +69,7 @@ class Sampler(Protocol):
 
     def stream_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,

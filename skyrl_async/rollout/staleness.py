@@ -17,6 +17,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from skyrl_async.errors import StateError
 from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import Group, Trajectory
@@ -289,18 +291,14 @@ class StalenessPolicy:
         of whole trajectories; importance ratios of whole rows exclude the masked tokens.
         """
         oldest = version - max_staleness_steps
-        if not self.masks or all(min(t.versions, default=oldest) >= oldest for t in group.trajectories):
+        if not self.masks or all(min(t.versions.distinct, default=oldest) >= oldest for t in group.trajectories):
             return group
         return replace(group, trajectories=tuple(_masked(t, oldest) for t in group.trajectories))
 
 
 def _masked(trajectory: Trajectory, oldest: int) -> Trajectory:
     """The trajectory without the tokens sampled before version ``oldest``."""
-    mask = tuple(
-        int(is_trained and version >= oldest)
-        for is_trained, version in zip(trajectory.loss_mask, trajectory.versions, strict=True)
-    )
-    return replace(trajectory, loss_mask=mask)
+    return replace(trajectory, loss_mask=trajectory.loss_mask & (np.asarray(trajectory.versions) >= oldest))
 
 
 STALENESS_POLICIES = {

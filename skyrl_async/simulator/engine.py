@@ -13,15 +13,15 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 
+import numpy as np
+
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import EngineDeadError, PublishError
 from skyrl_async.inference.protocol import pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
 _ROUNDING = 1e-6
 """Tokens by which sums of floats may be off."""
-
-
-_CYCLE = tuple(range(100))
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +260,8 @@ class ModelledEngine:
 
     def _begin(self, request: EngineRequest) -> _Call:
         self._check_alive()
-        prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
+        prompt_token_ids = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
+        prompt = tuple(prompt_token_ids.tolist())
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
@@ -299,21 +300,20 @@ class ModelledEngine:
         """Tokens ``start`` to ``end`` of a call."""
         first = call.request.num_sampled_tokens + start
         return EngineOutput(
-            token_ids=(_CYCLE * ((end - start) // 100 + 2))[first % 100 : first % 100 + end - start],
-            logprobs=(-1.0,) * (end - start),
+            token_ids=np.arange(first, first + end - start, dtype=np.int32) % 100,
+            logprobs=np.full(end - start, -1.0, np.float32),
             versions=self._versions(call, start, end),
             finish_reason=finish_reason,
         )
 
-    def _versions(self, call: _Call, start: int, end: int) -> tuple[int, ...]:
+    def _versions(self, call: _Call, start: int, end: int) -> VersionSpans:
         """Return the version served when each of the tokens ``start`` to ``end`` was complete."""
-        if start == end:
-            return ()
-        versions: tuple[int, ...] = ()
+        parts = []
         index = bisect_right(self._served, call.started + start, key=lambda served: served[0]) - 1
-        while len(versions) < end - start:
+        while start < end:
             is_last = index + 1 == len(self._served)
             until = end if is_last else min(end, int(self._served[index + 1][0] - call.started + 1e-6))
-            versions += (self._served[index][1],) * max(0, until - start - len(versions))
+            parts.append(VersionSpans.constant(self._served[index][1], max(0, until - start)))
+            start = max(start, until)
             index += 1
-        return versions
+        return VersionSpans.joined(parts)

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
+from skyrl_async.columns import TokenIds, column
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
@@ -50,7 +53,7 @@ class ModelledPolicy:
         self.steps.append([])
         return {"grad_norm": 1.0, "lr": 1.0}
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """What a modelled engine says: -1 everywhere."""
         return [-1.0] * (len(token_ids) - 1)
 
@@ -58,7 +61,7 @@ class ModelledPolicy:
         """The same, in a third of the time of forward and backward."""
         num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
         await asyncio.sleep(num_tokens * self.seconds_per_token / 3)
-        values = tuple(tuple(-float(is_sampled) for is_sampled in t.loss_mask) for t in trajectories)
+        values = tuple(-t.loss_mask.astype(np.float32) for t in trajectories)
         return RowLogprobs(values=values, version=0 if model is LogprobModel.REF else len(self.steps) - 1)
 
     async def gather_weights(self, version: int) -> int:
@@ -115,7 +118,7 @@ class ModelledGenerator:
         saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
-        prompt = tuple(ord(c) for c in request.prompt.uid)
+        prompt = column([ord(c) for c in request.prompt.uid], np.int32)
         completion = await self._sampler.generate_tokens(
             prompt,
             replace(request.sampling, seed=seed),
@@ -125,7 +128,7 @@ class ModelledGenerator:
         return Trajectory(
             prompt_token_ids=prompt,
             response_token_ids=completion.token_ids,
-            loss_mask=(1,) * len(completion.token_ids),
+            loss_mask=np.ones(len(completion.token_ids), np.bool_),
             logprobs=completion.logprobs,
             versions=completion.versions,
             reward=float(index % 2),

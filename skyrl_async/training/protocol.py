@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Policy(Protocol):
         """
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """Log-prob in nats of each token after the first, at temperature 1: ``len(token_ids) - 1`` values."""
         ...
 

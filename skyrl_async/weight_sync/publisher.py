@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.errors import ConfigError, EngineDeadError, PublishError, WeightsLostError, WeightsWriteError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
@@ -146,7 +147,7 @@ class WeightPublisher:
     """What happens to requests in flight."""
     trace: Trace
     """Gets one span per phase."""
-    probe_prompt_token_ids: Sequence[int] = ()
+    probe_prompt_token_ids: Sequence[int] | TokenIds = ()
     """Prompt after which the engines' log-probs are compared with the trainer's; empty: never."""
     max_logprob_gap: float = 0.0
     """Nats per token past which that comparison fails."""

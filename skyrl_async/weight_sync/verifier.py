@@ -7,13 +7,15 @@ Engines compare the bytes that they load themselves. Nothing is loaded, paused o
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
+from skyrl_async.columns import TokenIds, column
 from skyrl_async.errors import DeadlineError, EngineDeadError, NoEngineError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
@@ -42,7 +44,7 @@ class WeightVerifier:
     """Drops engines that die meanwhile."""
     trace: Trace
     """Gets a span per probe."""
-    probe_prompt_token_ids: Sequence[int]
+    probe_prompt_token_ids: Sequence[int] | TokenIds
     """Prompt of the probe; empty: there is none."""
     max_logprob_gap: float
     """Nats per token past which the probe fails."""
@@ -58,7 +60,7 @@ class WeightVerifier:
         """
         if is_first:
             await self.verify_checksums(version)
-        if not self.probe_prompt_token_ids:
+        if not len(self.probe_prompt_token_ids):
             return {}
         gap = await self._retried_on_next_engine(lambda: self._probe(version))
         if not gap <= self.max_logprob_gap:
@@ -91,19 +93,19 @@ class WeightVerifier:
         Raises ``PublishError`` if an engine stamps its tokens with another version, ``NoEngineError`` if none answers.
         """
         room = self.client.max_model_len
-        prompt = tuple(self.probe_prompt_token_ids)[-max(1, room - _NUM_TOKENS) :]
+        prompt = column(self.probe_prompt_token_ids, np.int32)[-max(1, room - _NUM_TOKENS) :]
         with self.trace.span("probe", track="publish", version=version):
             async with self.hold_engines():
                 outputs = await self._sampled(prompt, min(_NUM_TOKENS, room - len(prompt)), version)
             if not outputs:
                 raise NoEngineError("no inference engine survived the probe; see the run's log for the first failure")
-            gaps: list[float] = []
+            gaps = []
             for output in outputs:
-                trained = (await self.policy.logprobs([*prompt, *output.token_ids]))[-len(output.token_ids) :]
-                gaps += [abs(a - b) for a, b in zip(output.logprobs, trained, strict=True)]
-        return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
+                trained = await self.policy.logprobs(np.concatenate([prompt, output.token_ids]))
+                gaps.append(np.abs(output.logprobs - np.array(trained[-len(output.token_ids) :])))
+        return float(np.concatenate(gaps).max())
 
-    async def _sampled(self, prompt: tuple[int, ...], budget: int, version: int) -> list[EngineOutput]:
+    async def _sampled(self, prompt: TokenIds, budget: int, version: int) -> list[EngineOutput]:
         """One output per engine that survives the probe."""
         outputs = []
         for engine in self.client.engines:
@@ -119,11 +121,11 @@ class WeightVerifier:
                 silent = DeadlineError(f"it has not answered the probe of version {version} in {_TIMEOUT_S:g} s")
                 self.client.drop_engine(engine, silent if isinstance(error, TimeoutError) else error)
                 continue
-            if output.finish_reason is FinishReason.ABORT and not output.token_ids:  # it was removed meanwhile
+            if output.finish_reason is FinishReason.ABORT and not len(output.token_ids):  # it was removed meanwhile
                 continue
-            if set(output.versions) != {version}:
+            if output.versions.distinct != {version}:
                 raise PublishError(
-                    f"{engine.name} stamps tokens with {sorted(set(output.versions))}, expected version {version}"
+                    f"{engine.name} stamps tokens with {sorted(output.versions.distinct)}, expected version {version}"
                 )
             outputs.append(output)
         return outputs

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 from pydantic import BaseModel
 from starlette.applications import Starlette
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.columns import TokenIds, VersionSpans, token_ids
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock
@@ -50,7 +52,7 @@ class ScriptedSampler:
 
     async def generate_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
@@ -60,10 +62,10 @@ class ScriptedSampler:
         finish = deltas[-1].finish_reason
         assert finish is not None
         return Completion(
-            prompt_token_ids=tuple(prompt_token_ids),
-            token_ids=tuple(i for d in deltas for i in d.token_ids),
-            logprobs=tuple(p for d in deltas for p in d.logprobs),
-            versions=tuple(v for d in deltas for v in d.versions),
+            prompt_token_ids=token_ids(prompt_token_ids),
+            token_ids=np.concatenate([d.token_ids for d in deltas]),
+            logprobs=np.concatenate([d.logprobs for d in deltas]),
+            versions=VersionSpans.joined(d.versions for d in deltas),
             text="".join(d.text for d in deltas),
             finish_reason=finish,
             num_aborts=1,
@@ -72,14 +74,14 @@ class ScriptedSampler:
 
     async def stream_tokens(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | TokenIds,
         sampling: SamplingParams,
         *,
         session_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[CompletionDelta]:
         script = self.scripts[min(len(self.prompts), len(self.scripts) - 1)]
-        self.prompts.append(tuple(prompt_token_ids))
+        self.prompts.append(tuple(token_ids(prompt_token_ids).tolist()))
         self.sampled.append(sampling)
         self.labels.append(session_id)
         room = sampling.max_tokens
@@ -87,7 +89,7 @@ class ScriptedSampler:
         for i, block in enumerate(script):
             delta = _delta(block, i, sampling, room, is_last=i == len(script) - 1)
             room -= len(delta.token_ids)
-            sent += delta.token_ids
+            sent += delta.token_ids.tolist()
             if delta.finish_reason is not None:
                 self.completions.append(tuple(sent))
             yield delta
@@ -126,20 +128,18 @@ class PlannedAnswer:
     reasoning: str = ""
     text: str = ""
     tool_calls: Sequence[ToolCall] = ()
-    prompt_token_ids: tuple[int, ...] = (5,)
+    prompt_token_ids: TokenIds = field(default_factory=lambda: token_ids((5,)))
 
     async def answer(self, index: int = 0) -> Answer:
         return Answer(
             parts=AnswerParts(content=self.text, reasoning=self.reasoning, tool_calls=tuple(self.tool_calls)),
-            completion=Completion(
-                prompt_token_ids=(5,), token_ids=(), logprobs=(), versions=(), text="", finish_reason=FinishReason.STOP
-            ),
+            completion=Completion(prompt_token_ids=(5,), text="", finish_reason=FinishReason.STOP),
             finish_reason="stop",
             stop_reason=None,
         )
 
     async def stream(self, index: int = 0) -> AsyncIterator[AnswerBlock]:
-        delta = CompletionDelta(token_ids=(), logprobs=(), versions=(), text="", finish_reason=None)
+        delta = CompletionDelta(text="", finish_reason=None)
         for piece in self.reasoning:
             yield AnswerBlock(parts=AnswerParts(reasoning=piece), delta=delta, answer=None)
         for piece in self.text:

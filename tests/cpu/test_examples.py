@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.own_dataset.environment import ReverseWordEnv
@@ -47,8 +48,8 @@ async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampl
     (prompt,), _ = get_task("lagged_fibonacci").make_prompts(1, 0, seed=0)
     async with AsyncExitStack() as stack:
         rows = await make_generator(config, client, renderer, None, tmp_path, stack).generate(request(prompt))
-    assert len(rows) == 3 and len({row.response_token_ids for row in rows}) > 1
-    assert all(row.prompt_token_ids == renderer.render(prompt.messages) for row in rows)
+    assert len(rows) == 3 and len({tuple(row.response_token_ids) for row in rows}) > 1
+    assert all(np.array_equal(row.prompt_token_ids, renderer.render(prompt.messages)) for row in rows)
     assert all(set(row.versions) == {0} and sum(row.loss_mask) == len(row.logprobs) > 0 for row in rows)
 
 

@@ -20,13 +20,13 @@ MAX_FILES_PER_FOLDER = 22
 
 SEEN_BY_ENVIRONMENTS = (
     "skyrl_async.chat",
+    "skyrl_async.columns",
     "skyrl_async.errors",
     "skyrl_async.generators.gym",
     "skyrl_async.rollout",
     "skyrl_async.runtime",
     "skyrl_async.tasks",
     "skyrl_async.types",
-    "skyrl_async.version_spans",
 )
 """What ``skyrl_gym_http`` may import of ``skyrl_async``."""
 

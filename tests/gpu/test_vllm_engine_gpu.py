@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -17,7 +18,6 @@ from tests.engine_checks import (
     PROMPTS,
     generate_all,
     generate_with_retries,
-    joined,
     make_adapter_update,
     make_merged_policy,
     make_policy,
@@ -25,6 +25,7 @@ from tests.engine_checks import (
     make_update,
     publish,
     reference_logprobs,
+    tokens_of,
     wait_for_blocks,
 )
 from tests.patience import PATIENCE_S
@@ -86,7 +87,7 @@ async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninte
             await wait_for_blocks(engine, 3)
             await engine.pause(PauseMode.ABORT)
             await engine.resume()
-    assert [joined(task.result()) for task in tasks] == [output.token_ids for output in expected]
+    assert [tokens_of(task.result()) for task in tasks] == [output.token_ids.tolist() for output in expected]
 
 
 async def test_an_aborting_pause_freezes_an_engine_with_a_request_that_cannot_be_continued(engines: Engines) -> None:
@@ -100,7 +101,7 @@ async def test_an_aborting_pause_freezes_an_engine_with_a_request_that_cannot_be
             await wait_for_blocks(engine, 2)
             await engine.pause(PauseMode.ABORT)
             await engine.resume()
-    assert kept.result().token_ids == expected.token_ids
+    assert kept.result().token_ids.tolist() == expected.token_ids.tolist()
 
 
 async def test_an_updated_engine_cannot_be_told_from_a_fresh_one(engines: Engines, tmp_path: Path) -> None:
@@ -109,8 +110,8 @@ async def test_an_updated_engine_cannot_be_told_from_a_fresh_one(engines: Engine
     assert await engines.updated.checksum() == await engines.fresh.checksum() != before
     requests = [make_request(str(i), prompt, max_tokens=100) for i, prompt in enumerate(PROMPTS)]
     updated, fresh = await generate_all(engines.updated, requests), await generate_all(engines.fresh, requests)
-    assert [output.token_ids for output in updated] == [output.token_ids for output in fresh]
-    assert {version for output in updated for version in output.versions} == {1}
+    assert [output.token_ids.tolist() for output in updated] == [output.token_ids.tolist() for output in fresh]
+    assert {version for output in updated for version in output.versions.distinct} == {1}
 
 
 async def test_kept_requests_continue_as_a_fresh_engine_would_with_exact_versions(
@@ -123,11 +124,11 @@ async def test_kept_requests_continue_as_a_fresh_engine_would_with_exact_version
         await publish(engines.updated, make_update(engines.policy_dirs[1], tmp_path, 3), PauseMode.KEEP)
     for task, request in zip(tasks, requests, strict=True):
         output = task.result()
-        num_old = output.versions.count(0)
-        assert 0 < num_old < 300 and output.versions == (0,) * num_old + (3,) * (300 - num_old)
-        prompt = request.prompt_token_ids + output.token_ids[:num_old]
+        num_old = list(output.versions).count(0)
+        assert 0 < num_old < 300 and output.versions.spans == ((0, num_old), (3, 300))
+        prompt = np.concatenate([request.prompt_token_ids, output.token_ids[:num_old]])
         continued = await engines.fresh.generate(make_request("c", prompt, max_tokens=300 - num_old))
-        assert output.token_ids[num_old:] == continued.token_ids
+        assert output.token_ids[num_old:].tolist() == continued.token_ids.tolist()
 
 
 async def test_bfloat16_weights_are_within_the_limit_of_the_probe(tmp_path: Path) -> None:
@@ -163,5 +164,5 @@ async def test_a_published_adapter_is_sampled_as_weights_that_hold_it_and_one_al
     output = await engine.generate(make_request("a", max_tokens=100, temperature=1.0))
     merged = make_merged_policy(policy, update, tmp_path / "merged")
     expected = reference_logprobs(merged, PROMPTS[0], output, 1.0)
-    assert set(output.versions) == {2} and (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
+    assert output.versions.distinct == {2} and (torch.tensor(output.logprobs) - expected).abs().max() < 0.3
     await engine.close()

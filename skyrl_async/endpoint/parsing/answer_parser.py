@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_async.chat import Tool
+from skyrl_async.columns import TokenIds
 from skyrl_async.endpoint.parsing.answers import AnswerParts, AnswerStream, Marks, make_tool_call
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.vllm.parsers import (
@@ -145,12 +146,12 @@ class AnswerParser:
         reasoning = _load(load_reasoning_parser, reasoning_parser, reasoning_parser_for(text), tokenizer)
         return cls(tokenizer, tools=tools, reasoning=reasoning)
 
-    def starts_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+    def starts_in_reasoning(self, prompt_token_ids: TokenIds) -> bool:
         """Whether a prompt ends in an open block of reasoning, in which its answer begins."""
         start = self._reasoning.start if self._reasoning else None
         if not start:
             return False
-        end = self._tokenizer.decode(list(prompt_token_ids[-_NUM_LAST_TOKENS:]), clean_up_tokenization_spaces=False)
+        end = self._tokenizer.decode(prompt_token_ids[-_NUM_LAST_TOKENS:].tolist(), clean_up_tokenization_spaces=False)
         return str(end).rstrip().endswith(start)
 
     def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:

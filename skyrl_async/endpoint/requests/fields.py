@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from skyrl_async.chat import Tool
+from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import SamplingParams
@@ -131,12 +132,12 @@ def refused_values(param: str) -> Iterator[None]:
         raise ApiError(400, str(error), code="invalid_value", param=param) from error
 
 
-def known_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> tuple[int, ...]:
-    """``token_ids`` if all are in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
+def known_ids(found: Sequence[int], vocab_size: int, *, param: str) -> TokenIds:
+    """A client's token ids as a column, if all are in ``[0, vocab_size)``; ``ApiError`` 400 otherwise."""
+    if found and (min(found) < 0 or max(found) >= vocab_size):
+        unknown = next(i for i in found if not 0 <= i < vocab_size)
         raise refused(param, f"must hold ids in [0, {vocab_size}), got {unknown}")
-    return tuple(token_ids)
+    return token_ids(found)
 
 
 _OFF: tuple[Any, ...] = (None, False, "", [], {})

@@ -11,7 +11,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from skyrl_async.chat import ChatRenderer, Tool
+from skyrl_async.columns import TokenIds, VersionSpans
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
@@ -30,10 +33,10 @@ class GenerationRequest:
 
     messages: tuple[Message, ...] = ()
     """OpenAI's chat form, tool calls and tool results included."""
-    raw_prompt: str | tuple[int, ...] = ()
-    """Text or ids, instead of messages."""
-    prefix_token_ids: tuple[int, ...] | None = None
-    """The exact ids of the messages through the last one of the assistant."""
+    raw_prompt: str | Sequence[int] = ()
+    """Text or ids, instead of messages. Ids are the client's: the planner checks them."""
+    prefix_token_ids: Sequence[int] | None = None
+    """The client's exact ids of the messages through the last one of the assistant."""
     tools: tuple[Tool, ...] | None = None
     """OpenAI's chat form of function tools."""
     tool_choice: str = "auto"
@@ -108,7 +111,7 @@ class Planned:
 
     context: GenerationContext
     request: GenerationRequest
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     match: Match
     """The turn of the session that the prompt continues."""
     room: int
@@ -190,13 +193,13 @@ class Planned:
         )
 
 
-def _joined(prompt_token_ids: tuple[int, ...], deltas: Sequence[CompletionDelta]) -> Completion:
+def _joined(prompt_token_ids: TokenIds, deltas: Sequence[CompletionDelta]) -> Completion:
     """The completion that ``deltas``, at least one, are the blocks of."""
     return Completion(
         prompt_token_ids=prompt_token_ids,
-        token_ids=tuple(i for delta in deltas for i in delta.token_ids),
-        logprobs=tuple(p for delta in deltas for p in delta.logprobs),
-        versions=tuple(v for delta in deltas for v in delta.versions),
+        token_ids=np.concatenate([delta.token_ids for delta in deltas]),
+        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+        versions=VersionSpans.joined(delta.versions for delta in deltas),
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or FinishReason.STOP,
         top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
@@ -215,7 +218,7 @@ def _stop_string(renderer: ChatRenderer, completion: Completion, sampling: Sampl
 
 
 def _stop_token(completion: Completion, sampling: SamplingParams) -> int | None:
-    last = completion.token_ids[-1:]
+    last = completion.token_ids[-1:].tolist()
     is_stopped = completion.finish_reason is FinishReason.STOP and last and last[0] in sampling.stop_token_ids
     return last[0] if is_stopped else None
 
@@ -230,8 +233,8 @@ def _reply(said: AnswerParts) -> Message:
     return message
 
 
-def _raw_prompt(token_ids: Sequence[int]) -> Message:
-    return {"role": _PROMPT_ROLE, "content": " ".join(map(str, token_ids))}
+def _raw_prompt(token_ids: TokenIds) -> Message:
+    return {"role": _PROMPT_ROLE, "content": " ".join(map(str, token_ids.tolist()))}
 
 
 def chat_tool_call(call: ToolCall) -> dict[str, object]:

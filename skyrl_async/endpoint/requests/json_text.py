@@ -1,4 +1,4 @@
-"""Strict JSON in strict UTF-8, parsed and written without holding up the event loop."""
+"""Strict JSON in strict UTF-8, parsed and written without holding up the event loop. Numpy columns are written as lists."""
 
 import asyncio
 import itertools
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.responses import JSONResponse
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def json_bytes_stepwise(content: Any, errors: str = "backslashreplace") -> bytes
                 json_bytes(key, errors) + b":" + json_bytes_stepwise(value, errors) for key, value in content.items()
             )
             return b"{" + b",".join(items) + b"}"
-        case list() | tuple() if len(content) > LONG_LIST:
+        case list() | tuple() | np.ndarray() if len(content) > LONG_LIST:
             pieces = (json_bytes(content[i : i + LONG_LIST], errors)[1:-1] for i in range(0, len(content), LONG_LIST))
             return b"[" + b",".join(pieces) + b"]"
         case list() | tuple():
@@ -71,6 +72,8 @@ def _num_values(content: Any) -> int:
     match content:
         case dict():
             return sum(map(_num_values, content.values()))
+        case np.ndarray():
+            return len(content)
         case [first, *_]:
             return len(content) * _num_values(first)
     return 1
@@ -136,7 +139,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _dump(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
 
 
 def _finite(value: Any) -> Any:
@@ -147,4 +150,6 @@ def _finite(value: Any) -> Any:
             return {key: _finite(item) for key, item in value.items()}
         case list() | tuple():
             return [_finite(item) for item in value]
+        case np.ndarray():
+            return _finite(value.tolist())
     return value

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from skyrl_async.columns import NO_TOKENS, TokenIds, begins_with
 from skyrl_async.config.schema.server import ReasoningPolicy
 from skyrl_async.endpoint.parsing.output_parser import forced_call
 from skyrl_async.endpoint.requests.fields import known_ids, refuse_inexact, refused, refused_values
@@ -90,13 +91,13 @@ class Planner:
         sampling = replace(sampling, reports_logprobs=True)
         return replace(request, sampling=sampling, priority=session.priority, session_label=session.id)
 
-    def _prompt(self, request: GenerationRequest, limit: int) -> tuple[tuple[int, ...], Match]:
+    def _prompt(self, request: GenerationRequest, limit: int) -> tuple[TokenIds, Match]:
         """Prompt ids, and the session's turn that they continue."""
         nothing = Match(turn=None, num_messages=0)
         if not request.messages:
             raw = request.raw_prompt
             prompt = self._renderer.encode(raw, limit=limit) if isinstance(raw, str) else self._known(raw, "prompt")
-            if not prompt:
+            if not len(prompt):
                 raise refused("prompt", "must hold at least one token, got none")
             return prompt, nothing
         render = partial(self._renderer.render, request.messages, tools=request.tools, limit=limit)
@@ -107,21 +108,21 @@ class Planner:
             if self._session is None:
                 return render(), nothing
             match = self._session.tree.match(request.messages, tools=request.tools)
-            known = () if match.turn is None else match.turn.token_ids
-            if known and self._reasoning_policy is ReasoningPolicy.keep:
+            known = NO_TOKENS if match.turn is None else match.turn.token_ids
+            if len(known) and self._reasoning_policy is ReasoningPolicy.keep:
                 return render_next(known, num_covered=match.num_messages), match
             rendered = render()
-            return rendered, match if rendered[: len(known)] == known else nothing
+            return rendered, match if begins_with(rendered, known) else nothing
 
-    def _known(self, token_ids: Sequence[int], param: str) -> tuple[int, ...]:
+    def _known(self, token_ids: Sequence[int], param: str) -> TokenIds:
         return known_ids(token_ids, self._renderer.vocab_size, param=param)
 
 
-def _bad_word_ids(words: Sequence[str], encode: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def _bad_word_ids(words: Sequence[str], encode: Callable[[str], TokenIds]) -> tuple[tuple[int, ...], ...]:
     """The token sequences that spell ``words`` at the beginning and in the middle of a text, as in vLLM."""
     found: list[tuple[int, ...]] = []
     for word in words:
-        bare, spaced = encode(word.lstrip()), encode(f" {word.lstrip()}")
+        bare, spaced = (tuple(encode(text).tolist()) for text in (word.lstrip(), f" {word.lstrip()}"))
         if not bare:
             raise refused("bad_words", f"must hold words, got {word!r}")
         found.append(bare)

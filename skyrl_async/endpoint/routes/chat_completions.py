@@ -53,7 +53,7 @@ class ChatCompletionRequest(ChatToolFields, SamplingFields):
             num_top_logprobs=num_top_logprobs,
             shows_logprobs=self.logprobs,
             messages=tuple(self.messages),
-            prefix_token_ids=None if self.prefix_token_ids is None else tuple(self.prefix_token_ids),
+            prefix_token_ids=self.prefix_token_ids,
             **self.tool_fields(),
             max_total_tokens=self.max_total_tokens,
         )

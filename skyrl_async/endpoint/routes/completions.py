@@ -62,8 +62,7 @@ class CompletionRequest(SamplingFields):
         if len(labels) != len(prompts):
             message = f"must be one label, or one for each of {len(prompts)} prompts, got {len(labels)}"
             raise refused("session_id", message)
-        raw_prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-        pairs = zip(raw_prompts, labels, strict=True)
+        pairs = zip(prompts, labels, strict=True)
         return [replace(request, raw_prompt=prompt, session_label=label) for prompt, label in pairs]
 
 

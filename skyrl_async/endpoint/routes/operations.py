@@ -91,7 +91,7 @@ def _tokenization(serving: Serving) -> list[Route]:
                 ids = renderer.render(body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt)
             reply: dict[str, Any] = {"count": len(ids), "max_model_len": serving.sampler.max_model_len, "tokens": ids}
             if body.return_token_strs:
-                reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids]
+                reply["token_strs"] = [renderer.token_bytes(i).decode(errors="replace") for i in ids.tolist()]
             return reply
 
         return await serving.tokenize(request, (body.prompt, body.messages, tools), answer)
@@ -100,7 +100,7 @@ def _tokenization(serving: Serving) -> list[Route]:
         body = checked_body(request, DetokenizeRequest)
         serving.require_model(body.model)
         tokens = known_ids(body.tokens, renderer.vocab_size, param="tokens")
-        return await serving.tokenize(request, tokens, lambda: {"prompt": renderer.decode(tokens)})
+        return await serving.tokenize(request, body.tokens, lambda: {"prompt": renderer.decode(tokens)})
 
     served = {"/tokenize": tokenize, "/detokenize": detokenize}
     return [Route(prefix + path, serve, methods=["POST"]) for prefix in ("", "/v1") for path, serve in served.items()]

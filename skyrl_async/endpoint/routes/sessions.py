@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,6 @@ from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSampling
 from skyrl_async.errors import SessionNotFoundError
 from skyrl_async.types import Trajectory
-from skyrl_async.version_spans import spans_of
 
 
 class LimitsBody(BaseModel):
@@ -113,4 +113,5 @@ def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
 
 
 def _row(row: Trajectory) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in _ROW} | {"policy_versions": spans_of(row.versions)}
+    columns = {"loss_mask": row.loss_mask.view(np.int8), "policy_versions": row.versions.to_json()}
+    return {name: getattr(row, name) for name in _ROW} | columns

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.columns import TokenIds
 from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned
@@ -32,7 +33,6 @@ from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.schema import SamplingFields
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import Completion, CompletionDelta, FinishReason
-from skyrl_async.version_spans import spans_of
 
 B = TypeVar("B", bound=SamplingFields)
 
@@ -294,11 +294,11 @@ def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
     return {
         "token_ids": block.token_ids,
         "token_logprobs": block.logprobs,
-        "policy_versions": spans_of(block.versions),
+        "policy_versions": block.versions.to_json(),
     }
 
 
-def extra_fields(prompt_token_ids: Sequence[int], ignored_tools: Sequence[str], *, has_ids: bool) -> dict[str, Any]:
+def extra_fields(prompt_token_ids: TokenIds, ignored_tools: Sequence[str], *, has_ids: bool) -> dict[str, Any]:
     """Fields that the surface's own replies lack: the prompt's ids if ``has_ids``, and the ignored tools if there are any."""
     metadata = {"metadata": ignored_metadata(ignored_tools)} if ignored_tools else {}
     return ({"prompt_token_ids": prompt_token_ids} if has_ids else {}) | metadata
@@ -312,7 +312,9 @@ def chat_logprobs(
     content = [
         _spelled(token_id, logprob, renderer, as_ids)
         | {"top_logprobs": [_spelled(other, value, renderer, as_ids) for other, value in likeliest]}
-        for token_id, logprob, likeliest in zip(block.token_ids, block.logprobs, alternatives, strict=True)
+        for token_id, logprob, likeliest in zip(
+            block.token_ids.tolist(), block.logprobs.tolist(), alternatives, strict=True
+        )
     ]
     return {"content": content, "refusal": None}
 
@@ -330,13 +332,14 @@ def completion_logprobs(
     block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """``logprobs`` of a text completion's choice or chunk; ``offset``: characters before its text."""
-    lengths = [len(_token(i, renderer, False)) for i in block.token_ids]
+    token_ids = block.token_ids.tolist()
+    lengths = [len(_token(i, renderer, False)) for i in token_ids]
     likeliest = [
         {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
         for position in block.top_logprobs
     ]
     return {
-        "tokens": [_token(i, renderer, as_ids) for i in block.token_ids],
+        "tokens": [_token(i, renderer, as_ids) for i in token_ids],
         "token_logprobs": block.logprobs,
         "top_logprobs": likeliest or None,
         "text_offset": list(accumulate(lengths[:-1], initial=offset)) if lengths else [],

@@ -12,6 +12,9 @@ nor advantages.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from skyrl_async.columns import NO_TOKENS, Logprobs, Mask, TokenIds, VersionSpans
 from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
@@ -23,14 +26,14 @@ class _Branch:
     """One future row: the path to a turn that no other turn continues."""
 
     path: tuple[Turn, ...]
-    masks: tuple[tuple[int, ...], ...]
-    """For each turn, 1 for each sampled token that this row trains."""
+    masks: tuple[Mask, ...]
+    """For each turn, (T,) bool: the sampled tokens that this row trains."""
     own: tuple[Turn, ...]
     """The turns of the path that are in no earlier row."""
 
     @property
     def is_trained(self) -> bool:
-        return any(map(any, self.masks))
+        return any(mask.any() for mask in self.masks)
 
 
 def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> tuple[Trajectory, ...]:
@@ -67,36 +70,37 @@ def _paths(turns: Sequence[Turn], policy: BranchPolicyName) -> list[tuple[Turn, 
     return paths
 
 
-def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> tuple[int, ...]:
-    """(T,) 1 for each token of the turn that is trained, 0 for the others."""
+def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> Mask:
+    """(T,) bool: the tokens of the turn that are trained."""
     if is_context or (turn.is_constrained and not trains_constrained):
-        return (0,) * len(turn.addition.token_ids)
+        return np.zeros(len(turn.addition.token_ids), np.bool_)
     if turn.is_constrained:
-        return tuple(int(logprob != 0.0) for logprob in turn.addition.logprobs)
-    return (1,) * len(turn.addition.token_ids)
+        return turn.addition.logprobs != 0.0
+    return np.ones(len(turn.addition.token_ids), np.bool_)
 
 
 def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajectory:
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for i, (turn, mask) in enumerate(zip(branch.path, branch.masks, strict=True)):
-        added = turn.addition
-        between = added.prompt_token_ids if i else ()
-        token_ids += (*between, *added.token_ids)
-        loss_mask += ((0,) * len(between)) + mask
-        logprobs += (0.0,) * len(between)
-        logprobs += (logprob if m else 0.0 for logprob, m in zip(added.logprobs, mask, strict=True))
-        versions += (ENVIRONMENT_VERSION,) * len(between)
-        versions += (version if m else ENVIRONMENT_VERSION for version, m in zip(added.versions, mask, strict=True))
+    token_ids: list[TokenIds] = []
+    loss_mask: list[Mask] = []
+    logprobs: list[Logprobs] = []
+    versions: list[VersionSpans] = []
     first, last = branch.path[0].addition, branch.path[-1].addition
+    for turn, mask in zip(branch.path, branch.masks, strict=True):
+        added = turn.addition
+        between = NO_TOKENS if added is first else added.prompt_token_ids
+        token_ids += between, added.token_ids
+        loss_mask += np.zeros(len(between), np.bool_), mask
+        logprobs += np.zeros(len(between), np.float32), np.where(mask, added.logprobs, np.float32(0.0))
+        versions += (
+            VersionSpans.constant(ENVIRONMENT_VERSION, len(between)),
+            added.versions.masked(mask, ENVIRONMENT_VERSION),
+        )
     return Trajectory(
         prompt_token_ids=first.prompt_token_ids,
-        response_token_ids=tuple(token_ids),
-        loss_mask=tuple(loss_mask),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
+        response_token_ids=np.concatenate(token_ids),
+        loss_mask=np.concatenate(loss_mask),
+        logprobs=np.concatenate(logprobs),
+        versions=VersionSpans.joined(versions),
         reward=outcome.reward,
         num_turns=len(branch.own),
         is_truncated=outcome.is_truncated or last.finish_reason is FinishReason.LENGTH,

@@ -10,9 +10,11 @@ sampled as. Does not know templates, parsers, HTTP, rewards or time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
+import numpy as np
+
+from skyrl_async.columns import TokenIds, begins_with, token_ids
 from skyrl_async.endpoint.sessions.message_key import MessageKey, call_ids, message_key, reasoning_of, tools_key
 from skyrl_async.endpoint.sessions.side_requests import SideRequests, SystemKey, system_key
 from skyrl_async.errors import StateError
@@ -37,10 +39,10 @@ class Turn:
     """It was sampled under a grammar."""
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Prompt and completion, which begin the prompt of every turn that continues this one."""
-        added = (turn.addition for turn in self.path())
-        return tuple(chain.from_iterable(chain(one.prompt_token_ids, one.token_ids) for one in added))
+    def token_ids(self) -> TokenIds:
+        """(T,) int32: prompt and completion, which begin the prompt of every turn that continues this one."""
+        added = [turn.addition for turn in self.path()]
+        return token_ids(np.concatenate([ids for one in added for ids in (one.prompt_token_ids, one.token_ids)]))
 
     def path(self) -> "list[Turn]":
         """The turns from the conversation's first to this one."""
@@ -161,7 +163,9 @@ class TurnTree:
         turn = Turn(
             index=len(self._turns),
             parent=match.turn,
-            addition=replace(completion, prompt_token_ids=completion.prompt_token_ids[num_known:], top_logprobs=()),
+            addition=replace(
+                completion, prompt_token_ids=completion.prompt_token_ids[num_known:].copy(), top_logprobs=()
+            ),
             message=reply,
             num_messages=len(messages) + 1,
             is_constrained=is_constrained,
@@ -208,7 +212,7 @@ class TurnTree:
         if parent is None:
             return 0
         known = parent.token_ids
-        if completion.prompt_token_ids[: len(known)] != known:
+        if not begins_with(completion.prompt_token_ids, known):
             raise StateError(
                 f"the prompt of a turn after turn {parent.index} must begin with its {len(known)} ids, but does not; commit it "
                 "without a parent when it was rendered anew"

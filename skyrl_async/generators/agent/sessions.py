@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import (
     GenerationError,
     OutageError,
@@ -25,7 +26,6 @@ from skyrl_async.errors import (
 )
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import SamplingParams, Trajectory
-from skyrl_async.version_spans import versions_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -257,10 +257,7 @@ def _rows(_root: str, found: Any) -> tuple[Trajectory, ...]:
     return tuple(_trajectory(**row) for row in found["trajectories"])
 
 
-def _trajectory(*, response_token_ids: list[int], policy_versions: list[Any], **others: Any) -> Trajectory:
-    """A row from its fields as JSON, which has no tuples."""
-    columns: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in others.items()
-    }
-    versions = versions_of(policy_versions, len(response_token_ids))
-    return Trajectory(response_token_ids=tuple(response_token_ids), versions=versions, **columns)
+def _trajectory(*, response_token_ids: Any, policy_versions: list[Any], **others: Any) -> Trajectory:
+    """A row from its fields as JSON."""
+    versions = VersionSpans.from_json(policy_versions, len(response_token_ids))
+    return Trajectory(response_token_ids=response_token_ids, versions=versions, **others)

@@ -1,20 +1,20 @@
 """One episode: its turns, its training row so far, and its state, with which another process can play it to its end.
 
-Flows in: turns and the environment's answers. Flows out: the training row, and the state as JSON. Does not know how turns are sampled,
-nor environments: it holds the snapshot of one that can be restored.
+Flows in: turns and the environment's answers. Flows out: the training row, and the state as JSON with numpy columns as values. Does not
+know how turns are sampled, nor environments: it holds the snapshot of one that can be restored.
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from pydantic import TypeAdapter
+import numpy as np
 
+from skyrl_async.columns import NO_LOGPROBS, NO_TOKENS, Logprobs, Mask, TokenIds, VersionSpans, begins_with, token_ids
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
-from skyrl_async.rollout.group_state import SampleState, fields_of
+from skyrl_async.rollout.group_state import SampleState, fields_of, from_json
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
 
@@ -28,7 +28,7 @@ class TurnRequest:
 
     messages: tuple[Message, ...]
     """The conversation so far."""
-    context_token_ids: tuple[int, ...]
+    context_token_ids: TokenIds
     """Exact ids up to and including the last assistant message; empty before the first turn."""
     sampling: SamplingParams
     max_total_tokens: int | None
@@ -46,8 +46,8 @@ class Turn:
     completion: Completion
     stop_string: str
     """The stop string that ended it (environments look for it, the completion's text lacks it), or empty."""
-    text_ends: tuple[int, ...]
-    """(T,) UTF-8 bytes of text up to and including each token."""
+    text_ends: TokenIds
+    """(T,) int32: UTF-8 bytes of text up to and including each token."""
 
     @property
     def text(self) -> str:
@@ -58,65 +58,85 @@ class Turn:
         """Fewest leading tokens that spell ``text``, or None when the turn does not begin with it."""
         if not text or not self.text.startswith(text):
             return None
-        position = bisect_left(self.text_ends, len(text.encode()))
+        position = int(np.searchsorted(self.text_ends, len(text.encode())))
         return position + 1 if position < len(self.text_ends) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Addition:
+    """What one turn adds to the response: the environment's tokens, then sampled ones."""
+
+    num_before: int
+    """Tokens of the environment."""
+    logprobs: Logprobs
+    """(T,) float32, of the sampled tokens."""
+    versions: VersionSpans
+    """(T,) of the sampled tokens."""
 
 
 @dataclass(slots=True)
 class TrajectoryBuilder:
     """The tokens of an episode so far. No I/O; ``GenerationError`` when a turn does not continue the one before it."""
 
-    prompt_token_ids: tuple[int, ...] = ()
-    response_token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    num_turns: int = 0
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    """Prompt and response: the next turn's prompt must begin with them."""
+    num_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    """Tokens that the policy sampled so far."""
     num_aborts: int = 0
+    turns: list[_Addition] = field(default_factory=list)
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Prompt and response: the next turn's prompt must begin with them."""
-        return (*self.prompt_token_ids, *self.response_token_ids)
+    def num_response_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
         """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``)."""
-        if not completion.token_ids:
+        prompt, sampled = completion.prompt_token_ids, completion.token_ids[:num_kept]
+        if not len(completion.token_ids):
             raise GenerationError("a completion must hold at least one token, got none")
-        if self.num_turns == 0:
-            self.prompt_token_ids = completion.prompt_token_ids
-        context = self.token_ids
-        if completion.prompt_token_ids[: len(context)] != context:
+        if not self.turns:
+            self.token_ids, self.num_prompt_tokens = prompt, len(prompt)
+        if not begins_with(prompt, self.token_ids):
             raise GenerationError(
-                f"the prompt of turn {self.num_turns + 1} must begin with the {len(context)} tokens before it, "
+                f"the prompt of turn {len(self.turns) + 1} must begin with the {len(self.token_ids)} tokens before it, "
                 "but does not"
             )
-        between = completion.prompt_token_ids[len(context) :]
-        self._extend(between, 0, (0.0,) * len(between), (ENVIRONMENT_VERSION,) * len(between))
-        kept = slice(0, num_kept)
-        self._extend(completion.token_ids[kept], 1, completion.logprobs[kept], completion.versions[kept])
-        self.num_turns += 1
+        added = _Addition(
+            num_before=len(prompt) - len(self.token_ids),
+            logprobs=completion.logprobs[:num_kept],
+            versions=completion.versions[:num_kept],
+        )
+        self.turns.append(added)
+        self.token_ids = token_ids(np.concatenate([prompt, sampled]))
+        self.num_sampled_tokens += len(sampled)
         self.num_aborts += completion.num_aborts
 
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled so far."""
-        return sum(self.loss_mask)
-
     def to_json(self) -> dict[str, Any]:
-        """A copy of all fields."""
-        return {name: list(v) if isinstance(v, list | tuple) else v for name, v in fields_of(self).items()}
-
-    def _extend(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self.response_token_ids.extend(ids)
-        self.loss_mask.extend([mask] * len(ids))
-        self.logprobs.extend(logprobs)
-        self.versions.extend(versions)
+        """All fields; columns stay columns."""
+        return {**fields_of(self), "turns": [_with_spans(turn) for turn in self.turns]}
 
     def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
-        """The training row; the fields here are fields of it."""
-        columns: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields_of(self).items()}
-        return Trajectory(**columns, reward=reward, is_truncated=is_truncated, metrics=metrics)
+        """The training row."""
+        masks: list[Mask] = [np.zeros(0, np.bool_)]
+        logprobs: list[Logprobs] = [NO_LOGPROBS]
+        versions: list[VersionSpans] = []
+        for turn in self.turns:
+            masks += np.zeros(turn.num_before, np.bool_), np.ones(len(turn.versions), np.bool_)
+            logprobs += np.zeros(turn.num_before, np.float32), turn.logprobs
+            versions += VersionSpans.constant(ENVIRONMENT_VERSION, turn.num_before), turn.versions
+        return Trajectory(
+            prompt_token_ids=self.token_ids[: self.num_prompt_tokens],
+            response_token_ids=self.token_ids[self.num_prompt_tokens :],
+            loss_mask=np.concatenate(masks),
+            logprobs=np.concatenate(logprobs),
+            versions=VersionSpans.joined(versions),
+            num_turns=len(self.turns),
+            num_aborts=self.num_aborts,
+            reward=reward,
+            is_truncated=is_truncated,
+            metrics=metrics,
+        )
 
 
 @dataclass(slots=True)
@@ -124,7 +144,9 @@ class EpisodeState:
     """One episode between two events; it changes in one step."""
 
     messages: list[Message] | None = None
-    """The conversation; None before the environment has opened it."""
+    """The conversation; None before the environment has opened it. Never changed in place, since checkpoints hold it."""
+    is_json: bool = True
+    """Whether all messages are JSON."""
     num_steps: int = 0
     """Turns that the environment has answered."""
     reward: float = 0.0
@@ -136,21 +158,32 @@ class EpisodeState:
     turn: Turn | None = None
     """A turn that is sampled, and that the environment has not answered."""
 
+    def open(self, messages: Sequence[Message], snapshot: str | None) -> None:
+        """The environment has opened the conversation."""
+        self._add_messages(messages)
+        self.environment = snapshot
+
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
         """Add a turn that the environment has answered; ``action`` is its text as kept, ``num_kept`` its tokens (None: all)."""
         self.builder.add_turn(turn.completion, num_kept)
-        said = {"role": "assistant", "content": action}
-        self.messages = [*(self.messages or ()), said, *outcome.observations]
+        self._add_messages([{"role": "assistant", "content": action}, *outcome.observations])
         self.reward += outcome.reward
         self.num_steps += 1
         self.environment = outcome.snapshot
         self.turn, self.generation = None, OpenGeneration()
 
+    def _add_messages(self, messages: Sequence[Message]) -> None:
+        """Add copies, because an environment may change its messages later."""
+        try:
+            copies = json.loads(json.dumps(messages))
+        except (TypeError, ValueError):
+            copies, self.is_json = messages, False
+        self.messages = [*(self.messages or ()), *copies]
+
     def num_tokens_lost(self, completion: Completion) -> int:
         """Number of tokens that the turn should begin with and does not, because its sampler could not continue them."""
         begin = self.generation.begin.token_ids
-        has_begun = completion.token_ids[: len(begin)] == begin[: len(completion.token_ids)]
-        return 0 if has_begun else len(begin)
+        return 0 if begins_with(completion.token_ids, begin[: len(completion.token_ids)]) else len(begin)
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -158,33 +191,29 @@ class EpisodeState:
         return self.builder.num_sampled_tokens + (0 if self.turn is None else len(self.turn.completion.token_ids))
 
     def sample_state(self) -> SampleState | None:
-        """For a checkpoint; None before anything has happened.
+        """For a checkpoint, at a cost that grows with the turns only; None before anything has happened.
 
-        Without a snapshot of the environment, an episode that it has answered has to begin anew.
+        Without a snapshot of the environment, an episode that it has answered has to begin anew, and so has one whose messages are no JSON.
         """
         if self.messages is None:
             return None
-        num_open_tokens = 0 if self.turn is not None else len(self.generation.partial_output().token_ids)
-        can_be_restored = self.num_steps == 0 or self.environment is not None
-        state = self._to_json() if can_be_restored else None
-        return SampleState(state=state, num_tokens=self.num_delivered_tokens + num_open_tokens)
+        sampled = NOTHING_SAMPLED if self.turn is not None else self.generation.partial_output()
+        can_be_restored = self.is_json and (self.num_steps == 0 or self.environment is not None)
+        state = self._to_json(sampled) if can_be_restored else None
+        return SampleState(state=state, num_tokens=self.num_delivered_tokens + len(sampled.token_ids))
 
-    def _to_json(self) -> dict[str, Any] | None:
-        """None where the environment's messages are no JSON."""
-        try:
-            messages = json.loads(json.dumps(self.messages))
-        except (TypeError, ValueError):
-            return None
-        turn, partial_output = self.turn, self.generation.partial_output()
+    def _to_json(self, sampled: EngineOutput) -> dict[str, Any]:
+        """``sampled``: the tokens so far of the turn being sampled."""
+        turn = self.turn
         return {
             "kind": _KIND,
-            "messages": messages,
+            "messages": self.messages,
             "num_steps": self.num_steps,
             "reward": self.reward,
             "tokens": self.builder.to_json(),
             "environment": self.environment,
-            "turn": None if turn is None else {**fields_of(turn), "completion": fields_of(turn.completion)},
-            "generation": fields_of(partial_output) if turn is None and partial_output.token_ids else None,
+            "turn": None if turn is None else {**fields_of(turn), "completion": _with_spans(turn.completion)},
+            "generation": _with_spans(sampled) if len(sampled.token_ids) else None,
         }
 
     @classmethod
@@ -196,16 +225,13 @@ class EpisodeState:
             messages=saved["messages"],
             num_steps=saved["num_steps"],
             reward=saved["reward"],
-            builder=_loaded(TrajectoryBuilder, saved["tokens"]),
+            builder=from_json(TrajectoryBuilder, saved["tokens"]),
             environment=saved["environment"],
-            generation=OpenGeneration(_loaded(EngineOutput, saved["generation"]) or NOTHING_SAMPLED),
-            turn=_loaded(Turn, saved["turn"]),
+            generation=OpenGeneration(from_json(EngineOutput | None, saved["generation"]) or NOTHING_SAMPLED),
+            turn=from_json(Turn | None, saved["turn"]),
         )
 
 
-def _loaded(kind: type[Any], fields: dict[str, Any] | None) -> Any:
-    """A dataclass from its fields as JSON, which has no tuples and no enums; None for None. Raises ``ValueError``."""
-    return None if fields is None else _ADAPTERS[kind].validate_python(fields)
-
-
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (EngineOutput, TrajectoryBuilder, Turn)}
+def _with_spans(value: EngineOutput | _Addition) -> dict[str, Any]:
+    """The fields, with the versions' runs as JSON; columns stay columns."""
+    return {**fields_of(value), "versions": fields_of(value.versions)}

@@ -124,7 +124,7 @@ class EpisodeGenerator(ABC):
     ) -> Trajectory:
         """Play to the end. ``state`` follows; whatever the environment does is in it only once all of it is known."""
         if state.messages is None:
-            state.messages, state.environment = await calls.init(deepcopy(list(request.prompt.messages)))
+            state.open(*await calls.init(deepcopy(list(request.prompt.messages))))
         while state.num_steps < self._max_turns:
             turn = state.turn or await self._sample_turn(request, sample_index, state)
             if turn is None:
@@ -145,7 +145,7 @@ class EpisodeGenerator(ABC):
         """Sample a turn; None when a later turn finds no room."""
         max_tokens, budget, builder = request.sampling.max_tokens, self._max_trajectory_tokens, state.builder
         if budget is not None:
-            max_tokens = min(max_tokens, budget - len(builder.response_token_ids))
+            max_tokens = min(max_tokens, budget - builder.num_response_tokens)
         if max_tokens < 1:
             return None
         report("generating", turn=state.num_steps + 1)
@@ -158,7 +158,7 @@ class EpisodeGenerator(ABC):
                 max_tokens=max_tokens,
                 seed=derive_seed(request.seed, sample_index, state.num_steps),
             ),
-            max_total_tokens=None if is_first or budget is None else len(builder.prompt_token_ids) + budget,
+            max_total_tokens=None if is_first or budget is None else builder.num_prompt_tokens + budget,
             session_id=f"{request.prompt.uid}/{request.seed}/{sample_index}",
             priority=request.priority,
             generation=None if request.is_evaluation else state.generation,
@@ -213,7 +213,7 @@ class GymGenerator(EpisodeGenerator):
         self._renderer = renderer
 
     async def sample_turn(self, request: TurnRequest) -> Turn:
-        if request.context_token_ids:
+        if len(request.context_token_ids):
             prompt = self._renderer.render_next(request.messages, request.context_token_ids)
         else:
             prompt = self._renderer.render(request.messages)

@@ -6,7 +6,6 @@ continued. There are no threads and no clock, so it runs on a virtual-time event
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import math
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -14,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import logging as transformers_logging
 
+from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column, token_ids
 from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation import OpenCalls, merged
+from skyrl_async.inference.generation import OpenCalls, joined
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import CutOff, pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters
@@ -36,7 +37,7 @@ from skyrl_async.types import (
     WeightUpdate,
 )
 
-_ABORTED = EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+_ABORTED = EngineOutput(finish_reason=FinishReason.ABORT)
 
 
 class DeterministicEngine:
@@ -86,7 +87,7 @@ class DeterministicEngine:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
-        return functools.reduce(merged, [block async for block in self.stream(request)])
+        return joined([block async for block in self.stream(request)])
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``; every block is one token, or the empty end of an aborted request.
@@ -114,9 +115,11 @@ class DeterministicEngine:
     def _sample(self, request: EngineRequest, sequence: "_Sequence") -> EngineOutput:
         token, logprobs = sequence.sample_next(self._num_loads)
         return EngineOutput(
-            token_ids=(token,),
-            logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
-            versions=(self._version,),
+            token_ids=token_ids((token,)),
+            logprobs=column((float(logprobs[token]),), np.float32)
+            if request.sampling.reports_logprobs
+            else NO_LOGPROBS,
+            versions=VersionSpans.constant(self._version, 1),
             finish_reason=self._finish_reason(request, sequence, token),
             top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
         )
@@ -234,7 +237,7 @@ class _Sequence:
         self._ends = sorted({*eos_token_ids, *request.sampling.stop_token_ids})
         self._num_before_min = len(request.prompt_token_ids) + request.sampling.min_tokens
         self._num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = request.prompt_token_ids.tolist()
         self._cache = DynamicCache(config=model.config)
         self._num_cached_tokens = 0
         self._num_loads: int | None = None

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
+from skyrl_async.inference.generation import joined
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.runtime.tasks import run_together
@@ -65,7 +66,7 @@ class RayEngine:
         """``InferenceEngine.generate``."""
         with self._cancelled_with_caller(request.request_id), self._as_own_errors():
             output: EngineOutput = await self._actor.generate.remote(request)
-            return output
+            return joined([output])  # a copy: long columns lie in Ray's object store, which has little memory
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``."""

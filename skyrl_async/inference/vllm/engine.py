@@ -25,7 +25,7 @@ from skyrl_async.errors import (
     PublishError,
     RequestRefusedError,
 )
-from skyrl_async.inference.generation import belongs_to, merged
+from skyrl_async.inference.generation import belongs_to, joined
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import CutOff
 from skyrl_async.inference.vllm.adapter import AdapterSlot
@@ -128,7 +128,7 @@ class VLLMEngine:
                 if request.stream_interval and num_sent == 0 and block.finish_reason is None:
                     held = block  # vLLM sends the first token at once, which a request that sets the interval does not need
                 else:
-                    yield block if held is None else merged(held, block)
+                    yield block if held is None else joined([held, block])
                     held = None
                 num_sent = num_total
 
@@ -323,7 +323,7 @@ class VLLMEngine:
                 f"engine {self.name} cannot constrain an answer to a grammar: {self._config.policy_dir} has no tokenizer "
                 f"(none of {', '.join(TOKENIZER_FILES)})"
             )
-        prompt = tokens_input(list(request.prompt_token_ids))
+        prompt = tokens_input(request.prompt_token_ids.tolist())
         self._requests[request.request_id] = request.sampling.is_resumable
         try:
             params = vllm_sampling_params(

@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column, token_ids
 from skyrl_async.errors import InferenceError
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, StructuredOutput, TopLogprobs
 
@@ -59,24 +62,24 @@ def _grammar(structured: StructuredOutput | None) -> Any:
 
 
 def engine_output(
-    completion: "CompletionOutput", versions: Sequence[int], num_top_logprobs: int, num_cached_tokens: int | None = None
+    completion: "CompletionOutput", versions: VersionSpans, num_top_logprobs: int, num_cached_tokens: int | None = None
 ) -> EngineOutput:
     """Tokens with log-probs (flat ones) and versions. Raises ``InferenceError`` for a finish reason of vLLM's own."""
     try:
         reason = None if completion.finish_reason is None else FinishReason(completion.finish_reason)
     except ValueError as error:
         raise InferenceError(f"vLLM ended a request with finish_reason {completion.finish_reason!r}") from error
-    logprobs: Sequence[float] = ()
+    logprobs = NO_LOGPROBS
     top_logprobs: tuple[TopLogprobs, ...] = ()
     if flat := completion.logprobs:
-        logprobs = flat.logprobs
+        logprobs = column(flat.logprobs, np.float32)
         if num_top_logprobs:
-            logprobs = [flat.logprobs[start] for start in flat.start_indices]
+            logprobs = logprobs[flat.start_indices]
             top_logprobs = _top_logprobs(flat, num_top_logprobs)
     return EngineOutput(
-        token_ids=tuple(completion.token_ids),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
+        token_ids=token_ids(completion.token_ids),
+        logprobs=logprobs,
+        versions=versions,
         finish_reason=reason,
         top_logprobs=top_logprobs,
         num_cached_tokens=num_cached_tokens or 0,
@@ -104,6 +107,6 @@ def _top_logprobs(flat: "FlatLogprobs", num_top_logprobs: int) -> tuple[TopLogpr
     return tuple(positions)
 
 
-def versions_of(spans: "Sequence[WeightVersionSpan] | None") -> list[int]:
-    """One version per token, from vLLM's spans."""
-    return [int(span.version) for span in spans or () for _ in range(span.start, span.end)]
+def versions_of(spans: "Sequence[WeightVersionSpan] | None") -> VersionSpans:
+    """From vLLM's spans."""
+    return VersionSpans.joined(VersionSpans.constant(int(span.version), span.end - span.start) for span in spans or ())

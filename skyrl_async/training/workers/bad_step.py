@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_async.algorithms.batching import Row
+from skyrl_async.columns import json_list
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class TrainedRows:
             return None
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"version_{self._version:06d}_rank_{self.rank}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in self._lines()))
+        path.write_text("".join(json.dumps(line, default=json_list) + "\n" for line in self._lines()))
         return str(path)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
@@ -78,7 +79,9 @@ class TrainedRows:
                     "old_logprobs": trajectory.old_logprobs,
                     "ref_logprobs": trajectory.ref_logprobs,
                     "marks": trajectory.marks,
-                    "policy_logprobs": [next(values) if is_sampled else None for is_sampled in trajectory.loss_mask],
+                    "policy_logprobs": [
+                        next(values) if is_sampled else None for is_sampled in trajectory.loss_mask.tolist()
+                    ],
                     "reward": trajectory.reward,
                     "advantage": row.advantage,
                     "weight": trajectory.weight,

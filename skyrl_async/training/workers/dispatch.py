@@ -10,8 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
 from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.columns import Logprobs, TokenIds
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -58,9 +61,9 @@ def split_work(
         if trajectory.num_sampled_tokens > 0
     ]
     runs_reference = _runs_reference(rows, settings)
-    has_gradient = any(row.advantage != 0 or any(row.trajectory.marks or ()) for row in rows) or (
-        bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
-    )
+    has_marks = any(row.trajectory.marks is not None and row.trajectory.marks.any() for row in rows)
+    has_other_terms = bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
+    has_gradient = has_marks or has_other_terms or any(row.advantage != 0 for row in rows)
     return [
         RankWork(
             micro_batches=_picked(rows, plan),
@@ -146,9 +149,9 @@ class PolicyOverRanks(ABC):
         figures: list[dict[str, float]] = await self._call("step", denominator)
         return figures[0]
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """As ``Policy``."""
-        per_rank: list[list[float]] = await self._call("logprobs", list(token_ids))
+        per_rank: list[list[float]] = await self._call("logprobs", token_ids)
         return per_rank[0]
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
@@ -160,11 +163,10 @@ class PolicyOverRanks(ABC):
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")
-        values: list[tuple[float, ...]] = [(0.0,) * len(row.response_token_ids) for row in trajectories]
+        values: list[Logprobs] = [np.zeros(len(row.response_token_ids), dtype=np.float32) for row in trajectories]
         for plan, answer in zip(plans, answers, strict=True):
             for index, sampled in zip(chain.from_iterable(plan), answer.values, strict=True):
-                found, mask = iter(sampled), rows[index].trajectory.loss_mask
-                values[positions[index]] = tuple(next(found) if is_sampled else 0.0 for is_sampled in mask)
+                values[positions[index]][rows[index].trajectory.loss_mask] = sampled
         return RowLogprobs(values=tuple(values), version=versions.pop())
 
     async def load_weights(self, update: WeightUpdate) -> None:

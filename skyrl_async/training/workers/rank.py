@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import merge_figures, token_figures
 from skyrl_async.algorithms.off_policy import sample_size_figures
+from skyrl_async.columns import Logprobs, TokenIds
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.assembly import (
@@ -220,7 +221,7 @@ class PolicyRank:
         return {"grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """Log-prob in nats of each token after the first, at temperature 1: ``len(token_ids) - 1`` values."""
         if len(token_ids) < 2:
             return []
@@ -231,14 +232,14 @@ class PolicyRank:
 
     def logprobs_of(self, micro_batches: MicroBatches, model: LogprobModel) -> RowLogprobs:
         """Log-probs of this rank's rows: per row of all micro-batches, one value per sampled token."""
-        is_ref, found = model is LogprobModel.REF, list[tuple[float, ...]]()
+        is_ref, found = model is LogprobModel.REF, list[Logprobs]()
         with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
             for rows in micro_batches:
                 batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
                 values = batch_logprobs(forward, batch, temperature=self._settings.temperature)
                 if rows:
                     sizes = [row.trajectory.num_sampled_tokens for row in rows]
-                    found += [tuple(own.tolist()) for own in values.split(sizes)]
+                    found += [own.numpy() for own in values.cpu().split(sizes)]
         return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version)
 
     def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:

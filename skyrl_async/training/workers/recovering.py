@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.errors import (
     CheckpointError,
     DeadlineError,
@@ -216,7 +217,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
                 await self._replace_journal()
         return figures
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """As ``Policy``."""
         return await self._call("logprobs", lambda p: p.logprobs(token_ids))
 

@@ -163,9 +163,9 @@ def test_every_sampled_token_is_predicted_once_by_the_token_before_it_in_its_row
     )
     for index, each in enumerate(rows):
         trajectory = each.trajectory
-        ids = trajectory.prompt_token_ids + trajectory.response_token_ids
+        ids = [*trajectory.prompt_token_ids.tolist(), *trajectory.response_token_ids.tolist()]
         start = sum(other.num_tokens for other in rows[:index]) if is_packed else index * batch.input_ids.shape[1]
-        assert tokens[start : start + len(ids)] == list(ids)
+        assert tokens[start : start + len(ids)] == ids
         for offset, (token, is_sampled) in enumerate(
             zip(trajectory.response_token_ids, trajectory.loss_mask, strict=True)
         ):

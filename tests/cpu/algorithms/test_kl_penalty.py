@@ -107,7 +107,7 @@ class TestPenalty:
         assert penalty(name).penalised(Sample(rows=(first, second))) == pytest.approx(2.0 - 0.5 * lost, abs=1e-9)
 
     def test_the_divergence_of_a_step_is_the_mean_over_samples_of_their_means_whatever_their_order(self) -> None:
-        samples = [Sample(rows=(row((-0.1 * i,) * n, (-1.0 / 3,) * n),)) for i, n in enumerate((1, 7, 3, 5))]
+        samples = [Sample(rows=(row((-0.125 * i,) * n, (-0.375,) * n),)) for i, n in enumerate((1, 7, 3, 5))]
         found = []
         for order in (samples, samples[::-1]):
             one = penalty(target=0.1)
@@ -115,7 +115,7 @@ class TestPenalty:
                 one.penalised(sample)
             found.append((one.end_step(), one.controller.coefficient))
         assert found[0] == found[1]
-        assert found[0][0]["reward_kl"] == pytest.approx(sum(1 / 3 - 0.1 * i for i in range(4)) / 4, abs=1e-12)
+        assert found[0][0]["reward_kl"] == pytest.approx(sum(0.375 - 0.125 * i for i in range(4)) / 4, abs=1e-12)
         assert found[0][0]["reward_kl_coef"] == 0.5
 
     def test_a_step_begins_without_the_samples_of_the_one_before(self) -> None:
@@ -197,7 +197,7 @@ def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_a
 
     leaf = LOGITS.clone().requires_grad_()
     (true,) = torch.autograd.grad(expected(leaf, REWARDS) - 0.3 * forces(leaf)[name], leaf)
-    torch.testing.assert_close(mean_of_estimator(LOGITS, 2, advantages), true, atol=1e-9, rtol=0)
+    torch.testing.assert_close(mean_of_estimator(LOGITS, 2, advantages), true, atol=1e-8, rtol=0)  # rows hold float32
 
 
 def test_of_estimators_in_the_reward_k2_and_k3_have_next_to_no_force_near_the_reference() -> None:
@@ -229,7 +229,7 @@ class TestInTheLoop:
     def reference(policy: ModelledPolicy) -> dict[str, Prepare]:
         async def ref_logp(of: Group) -> Group:
             distance = 0.01 * (1 + int(of.uid[1:]) % 7)
-            rows = (replace(r, ref_logprobs=tuple(value - distance for value in r.logprobs)) for r in of.trajectories)
+            rows = (replace(r, ref_logprobs=r.logprobs - distance) for r in of.trajectories)
             return replace(of, trajectories=tuple(rows))
 
         return {"ref_logp": ref_logp}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
@@ -88,4 +89,4 @@ def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked()
     assert seen == [[row.num_sampled_tokens for row in step] for step in steps]
     assert counted == [sum(of_step) for of_step in seen]
     assert sum(counted) == simulation.trainer.totals.trained_tokens
-    assert all(row.marks == row.loss_mask for step in steps for row in step)
+    assert all(np.array_equal(row.marks, row.loss_mask) for step in steps for row in step)

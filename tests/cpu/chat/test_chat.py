@@ -3,13 +3,16 @@
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer, Tool, normalise_messages
+from skyrl_async.columns import begins_with, token_ids
 from skyrl_async.errors import ConfigError
 from skyrl_async.types import Message
 from tests.cpu.chat_templates import llama3, mistral, qwen3, qwen25
@@ -71,34 +74,40 @@ def sampled(renderer: ChatRenderer, messages: list[Message], end: int) -> tuple[
     """The last message with its end of turn, as a policy that knows the template would sample it."""
     before = renderer.render(messages[:-1], tools=TOOLS)
     after = renderer.render(messages, tools=TOOLS, add_generation_prompt=False)
-    assert after[: len(before)] == before
-    return after[len(before) : len(after) - after[::-1].index(end)]
+    assert begins_with(after, before)
+    *_, last_end = np.flatnonzero(after == end)
+    return tuple(after[len(before) : last_end + 1].tolist())
 
 
 def encode(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
+def test_token_ids_are_read_only_columns() -> None:
+    for column in (RENDERER.render(CONVERSATION), RENDERER.render_next(CONVERSATION, [7]), RENDERER.text_ends([7])):
+        assert column.dtype == np.int32 and not column.flags.writeable
+
+
 def test_rendering_is_the_templates_own() -> None:
     expected = TOKENIZER.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
-    assert RENDERER.render(CONVERSATION) == tuple(expected)
+    assert RENDERER.render(CONVERSATION).tolist() == expected
     without_prompt = TOKENIZER.apply_chat_template(CONVERSATION, return_dict=False)
-    assert RENDERER.render(CONVERSATION, add_generation_prompt=False) == tuple(without_prompt)
+    assert RENDERER.render(CONVERSATION, add_generation_prompt=False).tolist() == without_prompt
 
 
 def test_a_tail_does_not_repeat_the_end_of_turn_that_was_sampled() -> None:
     tail = encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
-    assert RENDERER.render_next(CONVERSATION, (7, 8, END)) == (7, 8, END, *tail)
+    assert RENDERER.render_next(CONVERSATION, (7, 8, END)).tolist() == [7, 8, END, *tail]
 
 
 def test_a_tail_supplies_the_end_of_turn_of_a_cut_completion() -> None:
     tail = encode("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")
-    assert RENDERER.render_next(CONVERSATION, (7, 8)) == (7, 8, END, *tail)
+    assert RENDERER.render_next(CONVERSATION, (7, 8)).tolist() == [7, 8, END, *tail]
 
 
 def test_another_special_token_at_the_end_is_not_taken_for_the_end_of_turn() -> None:
     pad = TOKENIZER.pad_token_id
-    assert RENDERER.render_next(CONVERSATION, (7, pad))[:3] == (7, pad, END)
+    assert RENDERER.render_next(CONVERSATION, (7, pad))[:3].tolist() == [7, pad, END]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMING])
@@ -114,24 +123,24 @@ def test_a_continued_prompt_equals_the_whole_rendering_when_sampling_matches_the
         ids = (*ids, *encode(text), END)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
         ids = renderer.render_next(messages, ids)
-    assert ids == renderer.render(messages)
+    assert ids.tolist() == renderer.render(messages).tolist()
 
 
 def test_white_space_before_the_end_of_turn_goes_with_it() -> None:
     renderer = ChatRenderer(make_tokenizer(SPACED))
-    assert renderer.render_next(CONVERSATION, (7, END)) == (7, END, *encode("[INST] again [/INST]"))
+    assert renderer.render_next(CONVERSATION, (7, END)).tolist() == [7, END, *encode("[INST] again [/INST]")]
 
 
 def test_reasoning_that_the_template_would_drop_stays_as_it_was_sampled() -> None:
     renderer = ChatRenderer(make_tokenizer(FORGETS_REASONING))
-    sampled = (*renderer.render(CONVERSATION[:1]), *encode("hm</think>whatever"), END)
+    sampled = token_ids([*renderer.render(CONVERSATION[:1]), *encode("hm</think>whatever"), END])
     continued = renderer.render_next(CONVERSATION, sampled)
-    assert continued[: len(sampled)] == sampled
+    assert begins_with(continued, sampled)
     assert TOKENIZER.decode(continued).endswith("again<|im_end|>\n<|im_start|>assistant\n<think>")
 
 
 def test_the_tail_of_a_last_assistant_message_is_its_end_and_the_generation_prompt() -> None:
-    assert RENDERER.render_next(CONVERSATION[:2], ()) == encode("<|im_end|>\n<|im_start|>assistant\n")
+    assert tuple(RENDERER.render_next(CONVERSATION[:2], ())) == encode("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @FAMILIES
@@ -178,8 +187,8 @@ def test_sampled_tokens_stay_and_get_their_end_of_turn_unless_it_was_sampled(mak
     for covered in (3, 5):
         cut = renderer.render_next(AGENT, (7, 8), num_covered=covered, tools=TOOLS)
         ended = renderer.render_next(AGENT, (7, 8, tokenizer.eos_token_id), num_covered=covered, tools=TOOLS)
-        assert cut == ended
-        assert cut[:3] == (7, 8, tokenizer.eos_token_id)
+        assert cut.tolist() == ended.tolist()
+        assert cut[:3].tolist() == [7, 8, tokenizer.eos_token_id]
 
 
 def test_a_stop_string_in_the_sampled_tokens_stays_before_the_end_of_turn() -> None:
@@ -196,7 +205,7 @@ def test_reasoning_that_the_template_drops_stays_where_it_was_sampled() -> None:
     prompt = renderer.render(AGENT[:2], tools=TOOLS)
     completion = encode('<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
     continued = renderer.render_next(AGENT, (*prompt, *completion), num_covered=3, tools=TOOLS)
-    assert continued[: len(prompt) + len(completion)] == (*prompt, *completion)
+    assert begins_with(continued, token_ids([*prompt, *completion]))
     tail = renderer.decode(continued[len(prompt) + len(completion) :])
     assert tail == (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\ncold\n</tool_response><|im_end|>\n"
@@ -327,7 +336,9 @@ def test_continuing_needs_an_assistant_message() -> None:
 def test_the_bytes_of_tokens_joined_are_the_text(text: str) -> None:
     ids = encode(text)
     assert b"".join(map(RENDERER.token_bytes, ids)) == text.encode()
-    assert RENDERER.text_ends((*ids, END))[-1:] == (len(text.encode()),)
+    sizes = [len(RENDERER.token_bytes(i)) for i in ids]
+    assert RENDERER.text_ends((*ids, END)).tolist() == [*accumulate(sizes), sum(sizes)]
+    assert sum(sizes) == len(text.encode())
 
 
 def test_the_stop_string_that_ended_a_completion_is_found_in_its_tokens() -> None:

@@ -16,14 +16,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint import checkpointer as checkpoint_module
-from skyrl_async.checkpoint import files
+from skyrl_async.checkpoint import columns_file
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
-from skyrl_async.checkpoint.files import write_json, write_manifest
+from skyrl_async.checkpoint.columns_file import ColumnsWriter, read_columns, with_columns
+from skyrl_async.checkpoint.files import write_json_list, write_manifest
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, SampleState
@@ -334,7 +337,14 @@ async def test_a_file_that_was_never_json_is_refused_by_name(tmp_path: Path, con
         read_state(path)
 
 
-WRITTEN = ("groups.json", "manifest.json", "policy/rank-0/weights", "running_groups.json", "trainer_state.json")
+WRITTEN = (
+    "columns.arrow",
+    "groups.json",
+    "manifest.json",
+    "policy/rank-0/weights",
+    "running_groups.json",
+    "trainer_state.json",
+)
 
 
 def damage(file: Path, how: str) -> None:
@@ -392,44 +402,57 @@ async def test_contract_7_a_checkpoint_cut_off_at_any_file_boundary_is_refused(
         checkpointer(copy.parent).usable()
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=9),
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner),
+columns = st.lists(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9).map(lambda values: np.array(values, dtype=np.int32))
+    | st.lists(st.floats(width=32, allow_nan=False), max_size=9).map(lambda values: np.array(values, dtype=np.float32))
+    | st.lists(st.booleans(), max_size=9).map(lambda values: np.array(values, dtype=bool)),
+    max_size=9,
 )
 
 
-@pytest.mark.slow
-@given(value=values)
-def test_what_is_written_in_pieces_is_the_json_it_was_to_the_last_byte(
-    tmp_path_factory: pytest.TempPathFactory, value: Any
+@given(columns=columns)
+def test_columns_come_back_as_they_were_written_in_pieces_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, columns: list[np.ndarray]
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "value.json"
+    directory = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_VALUES_AT_A_TIME", 4)
-        write_json(path, value)
-    assert path.read_text() == json.dumps(value)
+        patch.setattr(columns_file, "_PIECE_COLUMNS", 4)
+        with ColumnsWriter(directory / "columns.arrow") as writer:
+            write_json_list(directory / "value.json", [{"at": [column]} for column in columns], writer)
+    read = with_columns(json.loads((directory / "value.json").read_text()), read_columns(directory / "columns.arrow"))
+    for found, column in zip(read, columns, strict=True):
+        assert found["at"][0].dtype == column.dtype and np.array_equal(found["at"][0], column)
+        assert not found["at"][0].flags.writeable
 
 
-async def test_no_call_of_a_checkpoint_s_holds_the_interpreter_for_more_than_a_piece_of_a_long_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dumps, sizes = json.dumps, list[int]()
+async def test_other_programs_read_the_columns_and_a_token_takes_its_bytes_only(tmp_path: Path) -> None:
+    (group,) = open_groups().groups
+    long = replace(
+        group.trajectories[0],
+        response_token_ids=np.arange(100_000),
+        loss_mask=np.ones(100_000, dtype=bool),
+        logprobs=np.linspace(-3, 0, 100_000),
+        versions=np.arange(100_000) // 30_000,
+        old_logprobs=None,
+    )
+    finished = replace(open_groups(), groups=(replace(group, trajectories=(long,) * 4),), running=())
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), finished)
+    assert read_state(path).groups == finished.groups
+    assert sum(file.stat().st_size for file in path.glob("*.*")) < 9 * 400_000
+    table = pyarrow.ipc.open_file(path / "columns.arrow").read_all()
+    assert table.column("int32")[1].as_py() == list(range(100_000))
 
-    def noting(value: Any) -> str:
-        text = dumps(value)
-        sizes.append(len(text))
-        return text
 
-    finished = open_groups()
-    tokens = tuple(range(20_000))
-    (group,) = finished.groups
-    (row,) = group.trajectories
-    columns = dict.fromkeys(("response_token_ids", "loss_mask", "logprobs", "versions", "old_logprobs"), tokens)
-    long = replace(group, trajectories=(replace(row, **columns),))
-    monkeypatch.setattr(json, "dumps", noting)
-    path = await checkpointer(tmp_path).write(FilesPolicy(""), replace(finished, groups=(long, long)))
-    assert (path / "groups.json").stat().st_size > 1_000_000 and max(sizes) < 10_000
-    assert read_state(path).groups == (long, long)
+async def test_a_row_whose_columns_differ_in_length_is_refused(tmp_path: Path) -> None:
+    path = await checkpointer(tmp_path).write(FilesPolicy(""), open_groups())
+    groups = json.loads((path / "groups.json").read_text())
+    row = groups[0]["trajectories"][0]
+    row["logprobs"] = row["prompt_token_ids"]
+    rewritten(path, "groups.json", json.dumps(groups))
+    with pytest.raises(
+        CheckpointError, match=r"in groups.json .*trajectory.logprobs has 1 entries for 2 response tokens"
+    ):
+        read_state(path)
 
 
 async def test_when_no_checkpoint_is_whole_all_are_named(tmp_path: Path) -> None:
@@ -469,7 +492,7 @@ class FullDiskPolicy(FilesPolicy):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
 @pytest.mark.parametrize(
     "full",
-    ["rank-0/weights", "../trainer_state.json", "../groups.json", "../running_groups.json", "../manifest.json"],
+    ["rank-0/weights", *(f"../{name}" for name in WRITTEN if "/" not in name)],
     ids=lambda name: name,
 )
 @pytest.mark.parametrize("step", [2, 4], ids=["the same step again", "the next step"])

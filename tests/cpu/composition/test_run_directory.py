@@ -64,10 +64,10 @@ def step_taken_up(run_dir: Path, *overrides: str) -> int | None:
     return start.state.step if start is not None else None
 
 
-def files_in(directory: Path) -> dict[str, str]:
+def files_in(directory: Path) -> dict[str, bytes]:
     ignored = ("run.log", "run.lock")
     files = {p for p in directory.rglob("*") if p.is_file() and p.name not in ignored and "policy_dir" not in p.parts}
-    return {str(path.relative_to(directory)): path.read_text() for path in files}
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def steps_in(directory: Path) -> list[list[int]]:

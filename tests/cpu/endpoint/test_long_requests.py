@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import math
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,6 +234,13 @@ async def test_what_is_parsed_or_written_in_steps_is_the_same(value: Any) -> Non
     if "Infinity" not in text and text.count("[") + text.count("{") < MAX_CONTAINERS:
         assert parse_stepwise(text) == much
     assert await encode_json(much) == json_bytes(much)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 5000])
+async def test_columns_are_written_as_lists(num_tokens: int) -> None:
+    lists = {"ids": list(range(num_tokens)), "logprobs": [-0.5, *[-math.inf] * num_tokens], "mask": [1] * num_tokens}
+    columns = {name: np.array(values, np.float32 if name == "logprobs" else np.int32) for name, values in lists.items()}
+    assert await encode_json(columns) == json_bytes(columns) == json_bytes(lists)
 
 
 @pytest.mark.parametrize("end", ["", "]", "nul]", '"\\x"]', "]]"])

@@ -73,7 +73,7 @@ async def test_a_message_is_answered_with_text_usage_and_stop_reason(is_streamed
         "end_turn",
         None,
     )
-    prompt = RENDERER.render([{"role": "system", "content": "Be brief."}, USER])
+    prompt = tuple(RENDERER.render([{"role": "system", "content": "Be brief."}, USER]))
     assert sampler.prompts == [prompt]
     assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len(prompt), 7)
     sampled = sampler.sampled[0]
@@ -92,7 +92,7 @@ async def test_thinking_text_and_calls_are_blocks_of_their_own(is_streamed: bool
     assert [(call.name, call.input) for call in calls] == [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"})]
     assert len({call.id for call in calls}) == 2
     assert reply.stop_reason == "tool_use"
-    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
+    assert sampler.prompts == [tuple(RENDERER.render([USER], tools=[CHAT_WEATHER]))]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -147,7 +147,7 @@ async def test_tokens_log_probs_and_versions_come_on_request() -> None:
         events = [event async for event in stream]
     (delta,) = [event for event in events if event.type == "message_delta"]
     for extra in (whole.model_extra, events[0].message.model_extra | delta.model_extra):
-        assert tuple(extra["prompt_token_ids"]) == RENDERER.render([USER])
+        assert tuple(extra["prompt_token_ids"]) == tuple(RENDERER.render([USER]))
         assert tuple(extra["token_ids"]) == (*spelled("héllo"), END)
         assert extra["token_logprobs"] == [-0.5] * 3 + [-1.0] * 4
         assert extra["policy_versions"] == [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 7}]
@@ -195,7 +195,7 @@ async def test_tokens_are_counted_as_they_will_be_sampled_from() -> None:
     async with client_of(sampler) as client:
         counted = await client.messages.count_tokens(model="policy", messages=[USER], system="Help.", tools=[WEATHER])
     assert counted.input_tokens == len(
-        RENDERER.render([{"role": "system", "content": "Help."}, USER], tools=[CHAT_WEATHER])
+        tuple(RENDERER.render([{"role": "system", "content": "Help."}, USER], tools=[CHAT_WEATHER]))
     )
     assert sampler.prompts == []
 
@@ -217,7 +217,7 @@ async def test_server_tools_are_ignored_and_named_in_the_metadata(is_streamed: b
         else:
             message = await client.messages.create(**fields, max_tokens=100)
     assert message.model_extra["metadata"] == {"ignored_tools": "web_search_20250305 web_search, bash_20250124 bash"}
-    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
+    assert sampler.prompts == [tuple(RENDERER.render([USER], tools=[CHAT_WEATHER]))]
     assert counted.input_tokens == len(sampler.prompts[0])
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer, Tool
+from skyrl_async.columns import NO_TOKENS, token_ids
 from skyrl_async.endpoint.parsing import answer_parser
 from skyrl_async.endpoint.parsing.answer_parser import (
     REASONING_PARSERS,
@@ -440,9 +441,9 @@ def test_a_prompt_that_opens_reasoning_is_told_from_one_that_speaks_of_it() -> N
     parser, renderer = parser_of(qwen3), ChatRenderer(tokenizer)
     prompt = renderer.render([{"role": "user", "content": "What is <think>"}])
     assert not parser.starts_in_reasoning(prompt)
-    assert parser.starts_in_reasoning((*prompt, *tokenizer.encode("<think>\n")))
-    assert not parser.starts_in_reasoning((*prompt, *tokenizer.encode("<think>\n\n</think>\n\n")))
-    assert not parser.starts_in_reasoning(())
+    assert parser.starts_in_reasoning(token_ids([*prompt, *tokenizer.encode("<think>\n")]))
+    assert not parser.starts_in_reasoning(token_ids([*prompt, *tokenizer.encode("<think>\n\n</think>\n\n")]))
+    assert not parser.starts_in_reasoning(NO_TOKENS)
 
 
 def schema_of(tools: list[Tool], tool_choice: str) -> str:

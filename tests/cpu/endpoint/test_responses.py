@@ -61,7 +61,7 @@ async def test_a_string_is_answered_with_text_usage_and_what_was_asked() -> None
     assert response.output_text == "héllo"
     assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
     assert (response.instructions, response.metadata, response.temperature) == ("Be brief.", {"a": "b"}, 0.5)
-    prompt = RENDERER.render([{"role": "system", "content": "Be brief."}, USER])
+    prompt = tuple(RENDERER.render([{"role": "system", "content": "Be brief."}, USER]))
     assert sampler.prompts == [prompt]
     assert sampler.sampled[0].temperature == 0.5
     usage = response.usage
@@ -83,7 +83,7 @@ async def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     ]
     assert len({call.call_id for call in calls}) == 2
     assert {item.status for item in response.output} == {"completed"}
-    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
+    assert sampler.prompts == [tuple(RENDERER.render([USER], tools=[CHAT_WEATHER]))]
 
 
 async def test_a_stream_brings_the_events_of_each_item_in_order_and_adds_up_to_the_whole_response() -> None:
@@ -182,7 +182,7 @@ async def test_tokens_log_probs_and_versions_come_on_request(is_streamed: bool) 
             response = events[-1].response
             assert [p.token for p in streamed] == [p.token for p in response.output[0].content[0].logprobs]
     extra = response.model_extra
-    assert tuple(extra["prompt_token_ids"]) == RENDERER.render([USER])
+    assert tuple(extra["prompt_token_ids"]) == tuple(RENDERER.render([USER]))
     assert tuple(extra["token_ids"]) == (*spelled("héllo"), END)
     assert extra["token_logprobs"] == [-0.5] * 3 + [-1.0] * 4
     assert extra["policy_versions"] == [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 7}]
@@ -398,7 +398,7 @@ async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata
     ignored = "custom f, web_search, local_shell, namespace agents"
     assert response.metadata == {"a": "b", "ignored_tools": ignored}
     assert response.output_text == "héllo"
-    assert sampler.prompts == [RENDERER.render([USER], tools=[CHAT_WEATHER])]
+    assert sampler.prompts == [tuple(RENDERER.render([USER], tools=[CHAT_WEATHER]))]
 
 
 async def test_an_overlong_prompt_and_a_wrong_model_get_the_usual_errors() -> None:

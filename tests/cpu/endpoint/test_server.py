@@ -69,7 +69,7 @@ async def test_a_chat_is_answered_with_text_usage_and_finish_reason() -> None:
     assert reply.choices[0].finish_reason == "stop"
     assert reply.choices[0].logprobs is None
     assert reply.model == "policy"
-    prompt = RENDERER.render(HELLO)
+    prompt = tuple(RENDERER.render(HELLO))
     assert sampler.prompts == [prompt]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 7)
     assert reply.usage.total_tokens == len(prompt) + 7
@@ -135,13 +135,13 @@ async def test_token_ids_log_probs_and_versions_come_on_request() -> None:
         reply = await running.chat(extra_body={"return_token_ids": True})
         chunks = [c async for c in await running.chat(stream=True, extra_body={"return_token_ids": True})]
     extra = reply.choices[0].model_extra
-    assert tuple(reply.model_extra["prompt_token_ids"]) == RENDERER.render(HELLO)
+    assert tuple(reply.model_extra["prompt_token_ids"]) == tuple(RENDERER.render(HELLO))
     assert tuple(extra["token_ids"]) == (*spelled("héllo"), END)
     assert extra["token_logprobs"] == [-0.5] * 3 + [-1.0] * 4
     assert extra["policy_versions"] == [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 7}]
     assert extra["text_ends"] == [1, 2, 3, 4, 5, 6, 6]
     assert extra["num_aborts"] == 1
-    assert tuple(chunks[0].model_extra["prompt_token_ids"]) == RENDERER.render(HELLO)
+    assert tuple(chunks[0].model_extra["prompt_token_ids"]) == tuple(RENDERER.render(HELLO))
     assert [c.choices[0].model_extra["policy_versions"] for c in chunks[1:]] == [
         [{"version": 7, "start": 0, "end": 3}],
         [{"version": 8, "start": 0, "end": 4}],
@@ -188,7 +188,7 @@ async def test_content_may_be_parts_null_or_absent_and_messages_in_any_order() -
         {"role": "assistant", "content": ""},
         {"role": "system", "content": "b"},
     ]
-    assert sampler.prompts == [RENDERER.render(plain)]
+    assert sampler.prompts == [tuple(RENDERER.render(plain))]
 
 
 async def test_a_session_label_is_passed_on_from_body_or_header() -> None:
@@ -203,14 +203,14 @@ async def test_a_session_label_is_passed_on_from_body_or_header() -> None:
 async def test_prefix_token_ids_are_continued_without_tokenizing_sampled_text_again() -> None:
     sampler = ScriptedSampler()
     messages = [*HELLO, {"role": "assistant", "content": "héllo"}, {"role": "user", "content": "again"}]
-    prefix = [*RENDERER.render(HELLO), *spelled("héllo"), END]
+    prefix = [*RENDERER.render(HELLO).tolist(), *spelled("héllo"), END]
     async with endpoint(sampler) as running:
         reply = await running.chat(messages=messages, extra_body={"prefix_token_ids": prefix, "return_token_ids": True})
     prompt = reply.model_extra["prompt_token_ids"]
     assert prompt[: len(prefix)] == prefix
-    assert tuple(prompt) == RENDERER.render_next(messages, prefix)
+    assert tuple(prompt) == tuple(RENDERER.render_next(messages, prefix))
     assert sampler.prompts == [tuple(prompt)]
-    assert tuple(prompt) != RENDERER.render(messages)
+    assert tuple(prompt) != tuple(RENDERER.render(messages))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

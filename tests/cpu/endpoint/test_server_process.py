@@ -283,7 +283,7 @@ async def test_a_rollout_over_http_outlives_its_front_end_and_costs_no_retry(pai
             await asyncio.sleep(0.05)
         await front_end.follow([engine])
     await generator.close()
-    assert [row.response_token_ids for row in playing.result()] == [ANSWER] * 2
+    assert [tuple(row.response_token_ids) for row in playing.result()] == [ANSWER] * 2
 
 
 async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Path, engine: Any) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,11 @@ def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Pol
     )
 
 
+def ids_of(row: Trajectory) -> list[int]:
+    """Prompt and response."""
+    return [*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()]
+
+
 @pytest.fixture
 def forked(policy: Policy) -> Policy:
     """Turns 0-1-2, a branch 0-3 after turn 0, and turn 4 on a history of its own."""
@@ -74,12 +80,12 @@ def forked(policy: Policy) -> Policy:
 
 def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
     main, branch, rewritten = rows(forked.tree, reward=1.0)
-    assert main.loss_mask == (1, 1, 0, 1, 1, 1, 0, 1)
-    assert branch.loss_mask == (0, 0, 0, 1, 1, 1, 1, 1)
-    assert branch.versions[:3] == (ENVIRONMENT_VERSION,) * 3 and branch.logprobs[:3] == (0.0,) * 3
-    assert branch.response_token_ids[:2] == main.response_token_ids[:2]
-    assert rewritten.prompt_token_ids == forked.tree.turns[4].addition.prompt_token_ids
-    assert rewritten.loss_mask == (1,)
+    assert main.loss_mask.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
+    assert branch.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert tuple(branch.versions[:3]) == (ENVIRONMENT_VERSION,) * 3 and branch.logprobs[:3].tolist() == [0.0] * 3
+    assert branch.response_token_ids[:2].tolist() == main.response_token_ids[:2].tolist()
+    assert np.array_equal(rewritten.prompt_token_ids, forked.tree.turns[4].addition.prompt_token_ids)
+    assert rewritten.loss_mask.tolist() == [1]
     assert [row.weight for row in (main, branch, rewritten)] == [1 / 3] * 3
     assert [row.num_turns for row in (main, branch, rewritten)] == [3, 1, 1]
     assert [row.num_aborts for row in (main, branch, rewritten)] == [3, 4, 0]
@@ -88,10 +94,11 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
 def test_a_policy_may_keep_one_branch_of_a_session(forked: Policy) -> None:
     _, branch, rewritten = forked.tree.turns[2:]
     longest = only(rows(forked.tree, reward=1.0, branches=BranchPolicyName.longest))
-    assert longest.prompt_token_ids + longest.response_token_ids == branch.token_ids
-    assert (longest.loss_mask, longest.num_turns, longest.weight) == ((1, 1, 0, 1, 1, 1, 1, 1), 2, 1.0)
+    assert ids_of(longest) == branch.token_ids.tolist()
+    assert longest.loss_mask.tolist() == [1, 1, 0, 1, 1, 1, 1, 1]
+    assert (longest.num_turns, longest.weight) == (2, 1.0)
     last = only(rows(forked.tree, reward=1.0, branches=BranchPolicyName.last))
-    assert last.prompt_token_ids + last.response_token_ids == rewritten.token_ids
+    assert ids_of(last) == rewritten.token_ids.tolist()
 
 
 AGENT, TITLE = system("You repair programs."), system("You write titles.")
@@ -230,8 +237,8 @@ def test_choices_of_one_request_are_rows_of_one_prompt(policy: Policy) -> None:
     for text in "xyz":
         policy.answer([user("a")], assistant(text))
     found = rows(policy.tree, reward=1.0)
-    assert [row.loss_mask for row in found] == [(1, 1)] * 3
-    assert len({row.prompt_token_ids for row in found}) == 1
+    assert [row.loss_mask.tolist() for row in found] == [[1, 1]] * 3
+    assert len({tuple(row.prompt_token_ids) for row in found}) == 1
 
 
 def test_turns_under_a_grammar_are_context_unless_they_may_be_trained(
@@ -241,25 +248,25 @@ def test_turns_under_a_grammar_are_context_unless_they_may_be_trained(
     policy.answer([user("a"), assistant("b"), user("c")], assistant("d"), num_tokens=1, version=7)
     unknown = ENVIRONMENT_VERSION
     row = only(rows(policy.tree, reward=1.0))
-    assert row.loss_mask == (0, 0, 0, 0, 1)
-    assert row.versions == (unknown, unknown, unknown, unknown, 7)
+    assert row.loss_mask.tolist() == [0, 0, 0, 0, 1]
+    assert tuple(row.versions) == (unknown, unknown, unknown, unknown, 7)
     row = only(rows(policy.tree, reward=1.0, trains_constrained=True))
-    assert row.loss_mask == (0, 1, 0, 0, 1)
-    assert row.versions == (unknown, 7, unknown, unknown, 7)
+    assert row.loss_mask.tolist() == [0, 1, 0, 0, 1]
+    assert tuple(row.versions) == (unknown, 7, unknown, unknown, 7)
 
 
 def test_certain_tokens_of_free_turns_are_trained(policy: Policy) -> None:
     policy.answer([user("a")], assistant("b"), logprobs=(0.0, -0.5))
-    assert only(rows(policy.tree, reward=1.0)).loss_mask == (1, 1)
+    assert only(rows(policy.tree, reward=1.0)).loss_mask.tolist() == [1, 1]
 
 
 def test_a_row_with_nothing_to_train_is_dropped_unless_it_is_the_only_one(policy: Policy) -> None:
     policy.answer([user("a")], assistant("b"), logprobs=(0.0, 0.0), is_constrained=True)
     forced = only(rows(policy.tree, reward=1.0))
-    assert (forced.loss_mask, forced.weight) == ((0, 0), 1.0)
+    assert (forced.loss_mask.tolist(), forced.weight) == ([0, 0], 1.0)
     policy.answer([user("a")], assistant("c"))
     free = only(rows(policy.tree, reward=1.0))
-    assert (free.loss_mask, free.weight) == ((1, 1), 1.0)
+    assert (free.loss_mask.tolist(), free.weight) == ([1, 1], 1.0)
 
 
 def test_an_abandoned_session_trains_nothing(forked: Policy) -> None:
@@ -364,9 +371,9 @@ def samples(turn: Turn, trains_constrained: bool) -> list[tuple[int, float, int]
 def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) -> None:
     """It is a leaf's ids exactly, and says of each token what its engine said, or nothing."""
     leaves = set(tree.turns) - {turn.parent for turn in tree.turns}
-    (leaf, *_) = [turn for turn in leaves if turn.token_ids == row.prompt_token_ids + row.response_token_ids]
+    (leaf, *_) = [turn for turn in leaves if turn.token_ids.tolist() == ids_of(row)]
     path = leaf.path()
-    assert row.prompt_token_ids == path[0].addition.prompt_token_ids
+    assert np.array_equal(row.prompt_token_ids, path[0].addition.prompt_token_ids)
     assert all(i < FIRST_SAMPLED_ID for i in row.prompt_token_ids)
     assert 1 <= row.num_turns <= len(path)
     spoken = zip(row.response_token_ids, row.loss_mask, row.logprobs, row.versions, strict=True)

@@ -402,7 +402,7 @@ def test_memory_stays_flat_over_a_thousand_sessions(make_store: MakeStore, clock
 
     tracemalloc.start()
     try:
-        before = play(300)
+        before = play(1_000)
         after = play(1_000)
     finally:
         tracemalloc.stop()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.columns import begins_with
 from skyrl_async.endpoint.sessions.message_key import message_key
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.errors import StateError
@@ -34,7 +35,7 @@ def test_a_conversation_grows_as_one_chain_of_ids(policy: Policy) -> None:
         messages += [assistant(f"reply {i}"), user(f"question {i}")]
     assert [turn.parent for turn in turns] == [None, *turns[:-1]]
     for parent, child in pairwise(turns):
-        assert child.token_ids[: len(parent.token_ids)] == parent.token_ids
+        assert begins_with(child.token_ids, parent.token_ids)
     assert policy.tree.turns == tuple(turns)
     assert policy.tree.newest_messages == (*messages[:-2], assistant("reply 9"))
     assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (10, 20)
@@ -45,9 +46,9 @@ def test_a_turn_gives_back_its_completion_whole(policy: Policy) -> None:
     sent = completion((*first.token_ids, 7, 8), (9,), text="c", num_aborts=2, version=3)
     messages = [user("a"), assistant("b"), user("c")]
     turn = policy.tree.commit(policy.tree.match(messages), messages, assistant("c"), sent)
-    assert turn.addition.prompt_token_ids == (7, 8)
-    assert turn.token_ids == (*sent.prompt_token_ids, 9)
-    assert (turn.addition.text, turn.addition.num_aborts, turn.addition.versions) == ("c", 2, (3,))
+    assert turn.addition.prompt_token_ids.tolist() == [7, 8]
+    assert turn.token_ids.tolist() == [*sent.prompt_token_ids, 9]
+    assert (turn.addition.text, turn.addition.num_aborts, tuple(turn.addition.versions)) == ("c", 2, (3,))
 
 
 def test_a_new_session_matches_nothing(policy: Policy) -> None:
@@ -330,5 +331,5 @@ def test_any_history_matches_the_deepest_turn_that_it_continues(data: st.DataObj
         harness.step()
     for turn in harness.policy.tree.turns:
         parent = turn.parent
-        assert parent is None or turn.token_ids[: len(parent.token_ids)] == parent.token_ids
+        assert parent is None or begins_with(turn.token_ids, parent.token_ids)
         assert turn.num_messages == len(harness.conversations[turn])

@@ -253,7 +253,7 @@ async def test_sessions_of_equal_prompts_run_beside_each_other_and_stay_apart(sy
         await asyncio.wait(played)
     for turns, (row,) in (task.result() for task in played):
         assert_is_exactly(row, turns)
-    assert len({row.response_token_ids for _, (row,) in (task.result() for task in played)}) == 6
+    assert len({tuple(row.response_token_ids) for _, (row,) in (task.result() for task in played)}) == 6
 
 
 async def test_a_constrained_answer_obeys_its_schema_whatever_is_published(system: System) -> None:

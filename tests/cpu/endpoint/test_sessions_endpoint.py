@@ -296,7 +296,7 @@ async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata
         counted = await http.post("/v1/tokenize", json=body)
     reply = events_of(answered.text)[0] if is_streamed else answered.json()
     assert reply["metadata"] == {"ignored_tools": "custom patch, web_search"}
-    assert sampler.prompts == [RENDERER.render([user()], tools=[TOOL])]
+    assert sampler.prompts == [tuple(RENDERER.render([user()], tools=[TOOL]))]
     assert counted.json()["count"] == len(sampler.prompts[0])
     messages = [error_of(response)["message"] for response in refused]
     assert [response.status_code for response in refused] == [400] * 3

@@ -570,7 +570,7 @@ async def test_the_real_endpoint_captures_an_agents_turns_as_one_exact_row() -> 
         (row,) = await generator.generate(request(1))
     assert [sampling.temperature for sampling in sampler.sampled] == [0.7, 0.7]
     assert (row.reward, row.num_turns, row.sample_index, row.is_truncated) == (1.0, 2, 0, False)
-    assert row.prompt_token_ids == sampler.prompts[0]
+    assert tuple(row.prompt_token_ids) == sampler.prompts[0]
     assert (*row.prompt_token_ids, *row.response_token_ids) == (*sampler.prompts[1], *sampler.completions[1])
     trained = [i for i, is_trained in zip(row.response_token_ids, row.loss_mask, strict=True) if is_trained]
     assert tuple(trained) == (*sampler.completions[0], *sampler.completions[1])

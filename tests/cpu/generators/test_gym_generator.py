@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
+from skyrl_async.columns import token_ids
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongError
@@ -60,9 +62,9 @@ class ScriptedSampler:
         is_cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         return Completion(
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt_token_ids=token_ids(prompt_token_ids),
             token_ids=ids,
-            logprobs=tuple(-(turn + 1) - i / 100 for i in range(len(ids))),
+            logprobs=tuple(-(turn + 1) - i / 128 for i in range(len(ids))),
             versions=tuple(turn + (i >= 2) for i in range(len(ids))),
             text=TOKENIZER.decode(ids, skip_special_tokens=True) if is_cut else text,
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
@@ -154,7 +156,7 @@ async def play_one(play: Play, sampler: ScriptedSampler, env: BaseTextEnv, **kwa
 def masked_runs(trajectory: Trajectory) -> list[tuple[int, tuple[int, ...]]]:
     """(mask, ids) runs of a trajectory's response."""
     runs: list[tuple[int, tuple[int, ...]]] = []
-    for mask, token_id in zip(trajectory.loss_mask, trajectory.response_token_ids, strict=True):
+    for mask, token_id in zip(trajectory.loss_mask.tolist(), trajectory.response_token_ids.tolist(), strict=True):
         if runs and runs[-1][0] == mask:
             runs[-1] = (mask, (*runs[-1][1], token_id))
         else:
@@ -169,16 +171,16 @@ async def test_a_multi_turn_episode_keeps_every_sampled_token_and_masks_the_envi
     env = Quiz()
     trajectory = await play_one(play, ScriptedSampler(["hello hé", "again"]), env)
 
-    assert trajectory.prompt_token_ids == RENDERER.render([{"role": "user", "content": "hello"}])
+    assert np.array_equal(trajectory.prompt_token_ids, RENDERER.render([{"role": "user", "content": "hello"}]))
     first, second = (*spelled("hello hé"), END), (*spelled("again"), END)
     assert spelled("hello hé") != tuple(TOKENIZER.encode("hello hé"))
     assert masked_runs(trajectory) == [(1, first), (0, GLUE), (1, second)]
-    assert trajectory.logprobs == (
-        *(-1 - i / 100 for i in range(len(first))),
+    assert tuple(trajectory.logprobs) == (
+        *(-1 - i / 128 for i in range(len(first))),
         *(0.0,) * len(GLUE),
-        *(-2 - i / 100 for i in range(len(second))),
+        *(-2 - i / 128 for i in range(len(second))),
     )
-    assert trajectory.versions == (
+    assert tuple(trajectory.versions) == (
         *(int(i >= 2) for i in range(len(first))),
         *(ENVIRONMENT_VERSION,) * len(GLUE),
         *(1 + int(i >= 2) for i in range(len(second))),

@@ -57,10 +57,10 @@ def choice(**fields: Any) -> Change:
 
 def test_a_right_reply_becomes_a_turn_with_a_version_per_token() -> None:
     turn = parse_reply(ChatCompletion.model_validate(reply()))
-    assert turn.completion.prompt_token_ids == (1, 2)
-    assert turn.completion.token_ids == (3, 4, 5)
-    assert turn.completion.versions == (4, 6, 6)
-    assert turn.completion.logprobs == (-1.0, -2.0, -3.0)
+    assert turn.completion.prompt_token_ids.tolist() == [1, 2]
+    assert turn.completion.token_ids.tolist() == [3, 4, 5]
+    assert tuple(turn.completion.versions) == (4, 6, 6)
+    assert turn.completion.logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert turn.text == "abc"
 
 

@@ -61,8 +61,9 @@ async def test_a_finished_session_gives_exact_rows_and_is_deleted() -> None:
             assert await chat(session) == "hi"
             assert (await session.status())["last_text"] == "hi"
             (row,) = await session.finish(0.5, metrics={"fine": 1.0, "endless": math.inf}, is_truncated=True)
-        assert (row.prompt_token_ids, row.response_token_ids) == ((1, 2), (ord("h"), ord("i")))
-        assert (row.loss_mask, row.logprobs, row.versions) == ((1, 1), (-0.5, -0.5), (3, 4))
+        assert (row.prompt_token_ids.tolist(), row.response_token_ids.tolist()) == ([1, 2], [ord("h"), ord("i")])
+        assert (row.loss_mask.tolist(), row.logprobs.tolist()) == ([True, True], [-0.5, -0.5])
+        assert tuple(row.versions) == (3, 4)
         assert (row.reward, row.is_truncated, row.num_turns, row.num_aborts) == (0.5, True, 1, 2)
         assert (row.metrics, row.is_abandoned, row.sample_index) == ({"fine": 1.0}, False, None)
         (served,) = endpoint.sessions.values()

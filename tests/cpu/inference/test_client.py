@@ -4,16 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.columns import column
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
 from skyrl_async.inference import generation
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end, merged
+from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end, joined
 from skyrl_async.inference.text import CompletionText
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -81,12 +83,12 @@ def test_a_request_aborted_k_times_gives_the_tokens_of_an_uninterrupted_one(
             return await client(served).generate_tokens((1, 2), SamplingParams(max_tokens=500))
 
     completion = run_in_virtual_time(main())
-    assert completion.token_ids == tuple(i % 100 for i in range(200))
+    assert completion.token_ids.tolist() == [i % 100 for i in range(200)]
     assert completion.finish_reason is FinishReason.STOP
     assert list(completion.versions) == sorted(completion.versions)
     assert len(completion.logprobs) == len(completion.versions) == 200
     if mode is PauseMode.ABORT:
-        assert completion.num_aborts >= len(set(completion.versions)) - 1
+        assert completion.num_aborts >= len(completion.versions.distinct) - 1
 
 
 def test_a_budget_used_up_at_the_abort_means_length() -> None:
@@ -128,7 +130,7 @@ class BlockByBlock(ModelledEngine):
     """Samples whole answers as streams too, which a test can watch in one place."""
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        return reduce(merged, [block async for block in self.stream(request)])
+        return joined([block async for block in self.stream(request)])
 
 
 class Recording(BlockByBlock):
@@ -160,7 +162,7 @@ def test_a_client_that_carries_tokens_takes_those_of_a_whole_generation_to_anoth
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kill_after(1.0, first))
             completion = await user.generate_tokens((1,), SamplingParams(max_tokens=500))
-        assert completion.token_ids == tuple(i % 100 for i in range(200))
+        assert completion.token_ids.tolist() == [i % 100 for i in range(200)]
         assert completion.num_aborts == 1
         [asked] = second.requests
         assert asked.num_sampled_tokens == len(asked.prompt_token_ids) - 1 == 96
@@ -186,10 +188,10 @@ def test_a_generation_that_cannot_be_continued_begins_anew_when_its_engine_dies(
             tasks.create_task(kill_after(1.0, first))
             deltas = [d async for d in user.stream_tokens((1,), replace(sampling, stop=stop))]
         [whole] = deltas
-        assert whole.token_ids == tuple(i % 100 for i in range(200))
+        assert whole.token_ids.tolist() == [i % 100 for i in range(200)]
         assert len(whole.text) == 199 and whole.finish_reason is FinishReason.STOP
         [asked] = second.requests
-        assert (asked.prompt_token_ids, asked.num_sampled_tokens, asked.sampling.max_tokens) == ((1,), 0, 500)
+        assert (asked.prompt_token_ids.tolist(), asked.num_sampled_tokens, asked.sampling.max_tokens) == ([1], 0, 500)
         assert user.num_abandoned_tokens == (96 if stop else 0)  # an open call's are not known
         assert user.statistics()["requests_total"] == 1
 
@@ -298,23 +300,25 @@ def test_top_logprobs_stay_with_their_tokens_through_aborts_and_a_stop_string() 
     class Ranking(BlockByBlock):
         async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
             async for block in super().stream(request):
-                yield replace(block, top_logprobs=tuple(((t, -1.0), (t + 1, -2.0)) for t in block.token_ids))
+                yield replace(block, top_logprobs=tuple(((t, -1.0), (t + 1, -2.0)) for t in block.token_ids.tolist()))
 
-    async def main(streaming: bool) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    async def main(streaming: bool) -> tuple[list[int], tuple[object, ...]]:
         served = Ranking("e0", num_tokens_of=lambda prompt, seed: 200)
         sampling = SamplingParams(max_tokens=500, stop=("stu",), num_top_logprobs=2)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(publish_after(0.165, served))
             if streaming:
                 deltas = [d async for d in client(served).stream_tokens((1,), sampling)]
-                return tuple(t for d in deltas for t in d.token_ids), tuple(x for d in deltas for x in d.top_logprobs)
+                return [t for d in deltas for t in d.token_ids.tolist()], tuple(
+                    x for d in deltas for x in d.top_logprobs
+                )
             completion = await client(served).generate_tokens((1,), sampling)
-        return completion.token_ids, completion.top_logprobs
+        return completion.token_ids.tolist(), completion.top_logprobs
 
     for streaming in (False, True):
-        token_ids, top_logprobs = run_in_virtual_time(main(streaming))
-        assert token_ids == tuple(range(21))
-        assert top_logprobs == tuple(((t, -1.0), (t + 1, -2.0)) for t in token_ids)
+        tokens, top_logprobs = run_in_virtual_time(main(streaming))
+        assert tokens == list(range(21))
+        assert top_logprobs == tuple(((t, -1.0), (t + 1, -2.0)) for t in tokens)
 
 
 async def publish_after(seconds: float, target: ModelledEngine) -> None:
@@ -353,7 +357,7 @@ def test_a_paused_engine_holds_a_new_request_until_it_resumes() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(publish_later())
             completion = await client(served).generate_tokens((1,), SamplingParams(max_tokens=16))
-        return asyncio.get_running_loop().time(), set(completion.versions)
+        return asyncio.get_running_loop().time(), completion.versions.distinct
 
     seconds, versions = run_in_virtual_time(main())
     assert seconds > 5 and versions == {1}
@@ -413,7 +417,7 @@ def test_text_of_a_sentencepiece_tokenizer_with_special_tokens_streams_as_a_whol
     tokenizer = SentencePieceTokenizer(PIECES)
     streamed, growing = "", text_of(tokenizer)
     for block in stream_once(token_ids, sizes):
-        growing.push(block)
+        growing.push(column(block, np.int32))
         streamed += growing.take()
     whole, rest = growing.finish()
     assert streamed + rest == whole == tokenizer.decode(token_ids)
@@ -438,7 +442,7 @@ def cut_at_stop(
     """Streamed text, whole text, tokens kept."""
     growing, kept, streamed = text_of(tokenizer, stop, **options), None, ""
     for block in blocks:
-        kept = growing.push(block)
+        kept = growing.push(column(block, np.int32))
         if kept is not None:
             break
         streamed += growing.take()
@@ -518,7 +522,7 @@ def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: li
     whole = ByteTokenizer().decode(token_ids)
     streamed, growing, position = "", text_of(ByteTokenizer()), 0
     for size in [*cuts, len(token_ids)]:
-        growing.push(token_ids[position : position + size])
+        growing.push(column(token_ids[position : position + size], np.int32))
         position += size
         streamed += growing.take()
         assert "�" not in streamed or "�" in whole
@@ -535,7 +539,7 @@ def test_a_stop_string_cuts_at_its_first_occurrence_with_the_fewest_tokens(text:
     token_ids = list(text.encode())
     growing, kept, streamed = text_of(ByteTokenizer(), (stop,)), None, ""
     for start in range(0, len(token_ids), size):
-        kept = growing.push(token_ids[start : start + size])
+        kept = growing.push(column(token_ids[start : start + size], np.int32))
         if kept is not None:
             break
         streamed += growing.take()
@@ -558,7 +562,7 @@ def test_sampling_parameters_reach_the_engine_with_the_rest_of_the_budget() -> N
     run_in_virtual_time(main())
     first, second = served.requests
     assert second.sampling == replace(first.sampling, max_tokens=100 - second.num_sampled_tokens)
-    assert second.prompt_token_ids == (7, *range(second.num_sampled_tokens))
+    assert second.prompt_token_ids.tolist() == [7, *range(second.num_sampled_tokens)]
     assert first.request_id != second.request_id and second.priority == 3
 
 
@@ -657,7 +661,7 @@ def test_a_budget_of_no_tokens_is_refused_as_such() -> None:
 def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
     deaths: list[tuple[float, int]], publishes: list[float], cancelled_at: float
 ) -> None:
-    async def main() -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    async def main() -> tuple[list[list[int]], dict[str, float]]:
         engines = [engine(f"e{i}") for i in range(3)]
         user = client(*engines)
 
@@ -683,10 +687,10 @@ def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
             sampling = SamplingParams(max_tokens=500)
             played = [tasks.create_task(user.generate_tokens((1,), sampling, session_id=f"s{i % 3}")) for i in range(7)]
             tasks.create_task(cut(tasks.create_task(user.generate_tokens((2,), sampling))))
-        return [task.result().token_ids for task in played], user.statistics()
+        return [task.result().token_ids.tolist() for task in played], user.statistics()
 
     answers, statistics = run_in_virtual_time(main())
-    assert answers == [tuple(i % 100 for i in range(200))] * 7
+    assert answers == [[i % 100 for i in range(200)]] * 7
     assert statistics["running_requests"] == 0
     assert statistics["tokens_total"] % 200 == 0
 
@@ -694,9 +698,42 @@ def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
 def test_tokens_come_without_log_probs_where_none_were_asked_for() -> None:
     joined = GenerationState(has_logprobs=False)
     joined.add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=FinishReason.STOP))
-    assert joined.output().logprobs == ()
+    assert len(joined.output().logprobs) == 0
     told = GenerationState(has_logprobs=False)
     told.add(EngineOutput(token_ids=(1, 2), logprobs=(0.0, 0.0), versions=(0, 0), finish_reason=FinishReason.STOP))
-    assert told.output().logprobs == ()
+    assert len(told.output().logprobs) == 0
     with pytest.raises(InferenceError, match="2 tokens with 0 log-probs"):
         GenerationState().add(EngineOutput(token_ids=(1, 2), logprobs=(), versions=(0, 0), finish_reason=None))
+
+
+BLOCKS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=8)
+
+
+@given(blocks=BLOCKS, num_repeats=st.sampled_from([1, 100]), cut=st.floats(0, 1), has_top_logprobs=st.booleans())
+def test_a_generation_has_the_columns_of_its_blocks_however_many_there_are(
+    blocks: list[tuple[int, int]], num_repeats: int, cut: float, has_top_logprobs: bool
+) -> None:
+    state, tokens, versions = GenerationState(), [], []
+    for size, version in blocks * num_repeats:
+        block = list(range(len(tokens), len(tokens) + size))
+        tops = tuple(((token, -1.0),) for token in block) if has_top_logprobs else ()
+        state.add(
+            EngineOutput(
+                token_ids=block,
+                logprobs=[-token / 2 for token in block],
+                versions=[version] * size,
+                finish_reason=None,
+                top_logprobs=tops,
+                num_cached_tokens=len(tokens) + 3,
+            )
+        )
+        tokens, versions = tokens + block, versions + [version] * size
+    for num_kept in (len(tokens), round(cut * len(tokens))):
+        output, kept = state.output(), tokens[:num_kept]
+        assert state.num_tokens == len(output.token_ids) == num_kept
+        assert output.token_ids.dtype == np.int32 and output.token_ids.tolist() == kept
+        assert output.logprobs.dtype == np.float32 and output.logprobs.tolist() == [-token / 2 for token in kept]
+        assert list(output.versions) == versions[:num_kept]
+        assert output.top_logprobs == tuple(((token, -1.0),) for token in kept if has_top_logprobs)
+        assert output.num_cached_tokens == (3 if tokens else 0)
+        state.truncate(round(cut * len(tokens)))

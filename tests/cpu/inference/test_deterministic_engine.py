@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
+from skyrl_async.inference.generation import joined
 from skyrl_async.inference.policy_files import UpdateValidator
 from skyrl_async.types import (
     EngineOutput,
@@ -25,7 +27,7 @@ from skyrl_async.types import (
     StructuredOutput,
     WeightUpdate,
 )
-from tests.engine_checks import check_limited_tokens, make_adapter_update, make_merged_policy
+from tests.engine_checks import check_limited_tokens, follow, make_adapter_update, make_merged_policy, tokens_of
 
 PROMPT = (5, 6, 7, 8)
 RANDOM = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, top_k=50, min_p=0.001, seed=3, ignore_eos=True)
@@ -66,10 +68,10 @@ def make_update(policy_dir: Path, version: int) -> WeightUpdate:
 
 
 def make_request(
-    sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT, num_sampled_tokens: int = 0
+    sampling: SamplingParams, prompt: Sequence[int] | TokenIds = PROMPT, num_sampled_tokens: int = 0
 ) -> EngineRequest:
     return EngineRequest(
-        request_id="r", prompt_token_ids=prompt, sampling=sampling, num_sampled_tokens=num_sampled_tokens
+        request_id="r", prompt_token_ids=token_ids(prompt), sampling=sampling, num_sampled_tokens=num_sampled_tokens
     )
 
 
@@ -82,7 +84,7 @@ def continued(request: EngineRequest, output: EngineOutput) -> EngineRequest:
             "min_tokens": max(0, request.sampling.min_tokens - num_tokens),
         }
     )
-    return make_request(sampling, request.prompt_token_ids + output.token_ids, request.num_sampled_tokens + num_tokens)
+    return make_request(sampling, follow(request.prompt_token_ids, output), request.num_sampled_tokens + num_tokens)
 
 
 async def generate_interrupted(
@@ -102,12 +104,7 @@ async def generate_interrupted(
         if segments[-1].finish_reason is not FinishReason.ABORT:
             break
         request = continued(request, segments[-1])
-    return EngineOutput(
-        token_ids=tuple(t for segment in segments for t in segment.token_ids),
-        logprobs=tuple(p for segment in segments for p in segment.logprobs),
-        versions=tuple(v for segment in segments for v in segment.versions),
-        finish_reason=segments[-1].finish_reason,
-    )
+    return joined(segments)
 
 
 async def nothing() -> None:
@@ -134,7 +131,7 @@ async def test_requests_running_together_give_the_bits_of_requests_running_alone
     async with asyncio.TaskGroup() as group:
         together = [group.create_task(engine.generate(request)) for request in requests]
     assert [task.result() for task in together] == alone
-    assert len({output.token_ids for output in alone}) == 4
+    assert len({tuple(output.token_ids) for output in alone}) == 4
 
 
 async def test_seeds_draw_different_tokens_and_logprobs_are_those_of_the_forward(policies: tuple[Path, Path]) -> None:
@@ -144,11 +141,11 @@ async def test_seeds_draw_different_tokens_and_logprobs_are_those_of_the_forward
         await engine.generate(make_request(SamplingParams(max_tokens=30, temperature=0.7, seed=seed, ignore_eos=True)))
         for seed in range(3)
     ]
-    assert len({output.token_ids for output in outputs}) == 3
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
     for output in outputs:
         with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            logits = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(output.token_ids).long()[:, None])[:, 0]
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-5
 
 
@@ -158,7 +155,7 @@ async def test_the_likeliest_tokens_of_each_position_are_those_of_the_forward(po
     sampling = SamplingParams(max_tokens=12, temperature=0.7, top_k=2, seed=1, ignore_eos=True, num_top_logprobs=3)
     output = await engine.generate(make_request(sampling))
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        logits = model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     expected = (logits / 0.7).topk(2)
     for position, tokens, values in zip(output.top_logprobs, expected.indices, expected.values, strict=True):
         assert [token for token, _ in position] == tokens.tolist()  # top_k=2 leaves two of the three asked for
@@ -248,7 +245,7 @@ async def test_keep_gives_the_bits_of_abort_and_retry_across_an_update(policies:
     assert not call.done()
     await kept.resume()
     assert await call == expected
-    assert set(expected.versions) == {0, 1}
+    assert expected.versions.distinct == {0, 1}
 
 
 async def test_an_abort_ends_requests_frozen_by_keep_while_later_ones_wait(policies: tuple[Path, Path]) -> None:
@@ -297,7 +294,7 @@ async def test_stop_tokens_budget_and_context_end_a_request(policies: tuple[Path
     outputs = [await engine.generate(make_request(sampling)) for sampling in stopping]
     for output in outputs:
         is_stopped = output.finish_reason is FinishReason.STOP
-        assert output.token_ids.count(1) == is_stopped == (output.token_ids[-1] == 1)
+        assert output.token_ids.tolist().count(1) == is_stopped == (output.token_ids[-1] == 1)
         assert is_stopped or len(output.token_ids) == 16
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     with pytest.raises(PromptTooLongError):
@@ -317,8 +314,8 @@ async def test_a_request_that_is_evicted_comes_back_with_its_tokens_and_others_s
     await engine.evict([first.request_id])
     output = await moving
     assert output.finish_reason is FinishReason.ABORT
-    assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+    assert output.token_ids.tolist() == expected.token_ids[: len(output.token_ids)].tolist()
     await engine.resume()
     rest = await engine.generate(continued(first, output))
-    assert output.token_ids + rest.token_ids == expected.token_ids
+    assert tokens_of([output, rest]) == expected.token_ids.tolist()
     assert await staying == expected

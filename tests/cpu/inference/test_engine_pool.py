@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -11,14 +10,14 @@ from hypothesis import strategies as st
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PublishError, StateError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.generation import merged
+from skyrl_async.inference.generation import joined
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.types import Completion, EngineOutput, EngineRequest, SamplingParams
 
-ANSWER = tuple(i % 100 for i in range(200))
+ANSWER = [i % 100 for i in range(200)]
 SAMPLING = SamplingParams(max_tokens=500)
 
 
@@ -31,7 +30,7 @@ class BlockByBlock(ModelledEngine):
     """Samples whole answers as streams too, which a test can watch in one place."""
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
-        return reduce(merged, [block async for block in self.stream(request)])
+        return joined([block async for block in self.stream(request)])
 
 
 class Counting(BlockByBlock):
@@ -87,7 +86,7 @@ def test_a_frozen_engine_that_is_dropped_gives_its_requests_and_their_tokens_to_
             tasks.create_task(after(1.0, first.freeze))
             tasks.create_task(after(9.0, lambda: client.drop_engine(first, EngineDeadError("no heartbeat"))))
             played = await answers(client, 4)
-        assert [completion.token_ids for completion in played] == [ANSWER] * 4
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * 4
         statistics = client.statistics()
         assert (statistics["engines"], statistics["engine_failures_total"], statistics["running_requests"]) == (1, 1, 0)
         assert num_sampled(first) >= 2 * 80
@@ -112,7 +111,7 @@ def test_an_engine_that_is_removed_hands_its_requests_back_with_their_tokens(car
             tasks.create_task(remove())
             played = await answers(client, 6)
         assert removed == [first]
-        assert [completion.token_ids for completion in played] == [ANSWER] * 6
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * 6
         assert num_sampled(first, second) == 6 * 200, "no token was sampled twice"
         statistics = client.statistics()
         assert statistics["engine_failures_total"] == 0 and statistics["aborts_total"] == 3
@@ -130,7 +129,7 @@ def test_an_engine_that_does_not_hand_its_requests_back_in_time_loses_them() -> 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(after(1.0, first.freeze, lambda: client.remove_engine("e0", timeout_s=5.0)))
             played = await answers(client, 4)
-        assert [completion.token_ids for completion in played] == [ANSWER] * 4
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * 4
         assert asyncio.get_running_loop().time() < 10
         assert client.statistics()["engine_failures_total"] == 0
 
@@ -191,7 +190,7 @@ def test_requests_wait_for_an_engine_where_one_may_come_and_go_on_in_it_with_the
             tasks.create_task(after(1.0, first.kill))
             tasks.create_task(after(500.0, lambda: client.add_engine(second)))
             played = await answers(client, 3)
-        assert [completion.token_ids for completion in played] == [ANSWER] * 3
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * 3
         assert asyncio.get_running_loop().time() > 500
         assert num_sampled(first, second) <= 3 * (200 + 16)
 
@@ -209,7 +208,7 @@ def test_who_waits_for_an_engine_is_told_when_none_will_come_and_who_comes_later
         with pytest.raises(NoEngineError, match="none will come"):
             await client.generate_tokens((1,), SAMPLING)
         await client.add_engine(engine("e0"))
-        assert (await client.generate_tokens((1,), SAMPLING)).token_ids == ANSWER
+        assert (await client.generate_tokens((1,), SAMPLING)).token_ids.tolist() == ANSWER
 
     run_in_virtual_time(main())
 
@@ -254,7 +253,7 @@ def test_a_client_that_follows_another_s_engines_drops_none_of_its_calls() -> No
             tasks.create_task(after(1.0, engines[1].kill))
             tasks.create_task(after(1.5, lambda: client.pool.follow([engines[2]])))
             played = await answers(client, 6)
-        assert [completion.token_ids for completion in played] == [ANSWER] * 6
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * 6
         assert [one.name for one in client.engines] == ["e2"]
         assert num_sampled(engines[0]) == 3 * 200, "what was in the engine that is no longer named ended there"
         client.pool.follow([engines[2], engines[0]])
@@ -300,7 +299,7 @@ def test_whatever_engines_do_every_answer_is_whole_and_nothing_is_left_open(
                 tasks.create_task(happen(*event))
             tasks.create_task(after(30.0, lambda: client.add_engine(engine("last"))))
             played = await answers(client, num_requests)
-        assert [completion.token_ids for completion in played] == [ANSWER] * num_requests
+        assert [completion.token_ids.tolist() for completion in played] == [ANSWER] * num_requests
         assert client.statistics()["running_requests"] == 0
         assert client.pool._leaving == {}
         assert set(client.pool._slots) == {one.name for one in client.engines}

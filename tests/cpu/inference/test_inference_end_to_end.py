@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -21,6 +22,7 @@ from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.columns import Logprobs, TokenIds, VersionSpans, begins_with
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import PublishError
@@ -80,7 +82,7 @@ class Serving:
     fresh_checksum: str
 
     @property
-    def prompt(self) -> tuple[int, ...]:
+    def prompt(self) -> TokenIds:
         return self.renderer.render(MESSAGES)
 
     async def greedy(self) -> Completion:
@@ -262,15 +264,15 @@ async def stream(served: Serving, publish: Any, num_publishes: int) -> list[Comp
 def joined(deltas: Sequence[CompletionDelta]) -> Completion:
     return Completion(
         prompt_token_ids=(),
-        token_ids=tuple(i for delta in deltas for i in delta.token_ids),
-        logprobs=tuple(p for delta in deltas for p in delta.logprobs),
-        versions=tuple(v for delta in deltas for v in delta.versions),
+        token_ids=np.concatenate([delta.token_ids for delta in deltas]),
+        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
+        versions=VersionSpans.joined(delta.versions for delta in deltas),
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
     )
 
 
-def assert_close(here: Sequence[float], there: Sequence[float], atol: float = 1e-4) -> None:
+def assert_close(here: Logprobs, there: Sequence[float] | Logprobs, atol: float = 1e-4) -> None:
     torch.testing.assert_close(torch.tensor(here), torch.tensor(there), atol=atol, rtol=0.0)
 
 
@@ -284,7 +286,7 @@ async def test_contract_4_a_greedy_request_aborted_by_weight_publishes_equals_th
     assert len(set(served.fresh.token_ids)) > 20
     assert "�" in served.fresh.text  # decoded in pieces, a text with broken characters comes out otherwise
     for completion in [*(request.result() for request in requests), streamed]:
-        assert completion.token_ids == served.fresh.token_ids
+        assert completion.token_ids.tolist() == served.fresh.token_ids.tolist()
         assert completion.text == served.fresh.text
         assert completion.finish_reason is FinishReason.LENGTH
         assert_close(completion.logprobs, served.fresh.logprobs)
@@ -312,7 +314,7 @@ async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_
     if kind == "json_schema":
         sampling = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(json_schema=JSON_SCHEMA))
     elif kind == "bad_words":
-        sampling = replace(GREEDY, bad_words=((served.fresh.token_ids[0], served.fresh.token_ids[1]),))
+        sampling = replace(GREEDY, bad_words=(tuple(served.fresh.token_ids[:2].tolist()),))
     else:
         sampling = replace(GREEDY, presence_penalty=1.0, frequency_penalty=0.3, repetition_penalty=1.2)
     async with trained(served, tmp_path) as same:
@@ -325,9 +327,9 @@ async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_
             deltas = group.create_task(collect(served.client.stream_tokens(served.prompt, sampling)))
             await stream(served, same.publisher.publish, NUM_PUBLISHES)
     [delta] = deltas.result()
-    assert (delta.token_ids, delta.text) == (alone.token_ids, alone.text)
+    assert (delta.token_ids.tolist(), delta.text) == (alone.token_ids.tolist(), alone.text)
     for completion in (task.result() for task in beside):
-        assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
+        assert (completion.token_ids.tolist(), completion.text) == (alone.token_ids.tolist(), alone.text)
         assert completion.finish_reason is alone.finish_reason
         assert_close(completion.logprobs, alone.logprobs)
         assert list(completion.versions) == sorted(completion.versions)
@@ -338,7 +340,7 @@ async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_
         assert len(numbers) == 60 and all(100 <= number <= 999 for number in numbers)
         assert 0.0 in alone.logprobs  # what the grammar forces is certain
     else:
-        assert alone.token_ids != served.fresh.token_ids
+        assert alone.token_ids.tolist() != served.fresh.token_ids.tolist()
 
 
 async def collect(deltas: AsyncIterator[CompletionDelta]) -> list[CompletionDelta]:
@@ -358,18 +360,18 @@ async def test_every_token_bears_the_version_it_was_sampled_under_and_the_log_pr
             assert len(completion.token_ids) == GREEDY.max_tokens
             assert list(completion.versions) == sorted(completion.versions)
             assert set(completion.versions) == {0, 1, 2, 3}
-            token_ids = torch.tensor(completion.token_ids)
+            token_ids, versions = torch.tensor(completion.token_ids).long(), list(completion.versions)
             references = torch.stack(
                 [
                     changing.reference(version, [*served.prompt, *completion.token_ids])[len(served.prompt) - 1 :]
                     for version in range(4)
                 ]
             )
-            claimed = references[list(completion.versions), range(len(token_ids))]
+            claimed = references[versions, range(len(token_ids))]
             assert_close(completion.logprobs, claimed.gather(1, token_ids[:, None])[:, 0].tolist())
             assert torch.equal(claimed.argmax(-1), token_ids)
-            before = references[[max(0, v - 1) for v in completion.versions], range(len(token_ids))]
-            first = [i for i in range(1, len(token_ids)) if completion.versions[i] > completion.versions[i - 1]]
+            before = references[[max(0, v - 1) for v in versions], range(len(token_ids))]
+            first = [i for i in range(1, len(token_ids)) if versions[i] > versions[i - 1]]
             off = (before.gather(1, token_ids[:, None])[:, 0] - torch.tensor(completion.logprobs)).abs()
             assert len(first) == 3 and off[first].min() > 1e-3
 
@@ -382,15 +384,15 @@ async def test_after_a_publish_an_engine_cannot_be_told_from_a_fresh_one_with_th
         await changing.policy.save(tmp_path / "first")
         await changing.publish_step(1)
         changed = await served.greedy()
-        assert changed.token_ids != served.fresh.token_ids
+        assert changed.token_ids.tolist() != served.fresh.token_ids.tolist()
         assert await changing.publisher.verifier.verify_checksums(1) != served.fresh_checksum
         reference = changing.reference(1, [*served.prompt, *changed.token_ids])[len(served.prompt) - 1 :]
-        assert reference.argmax(-1).tolist() == list(changed.token_ids)
+        assert reference.argmax(-1).tolist() == changed.token_ids.tolist()
         await changing.policy.load(tmp_path / "first")
         await changing.publisher.publish(2)
         again = await served.greedy()
-        assert (again.token_ids, again.text) == (served.fresh.token_ids, served.fresh.text)
-        assert again.logprobs == served.fresh.logprobs
+        assert (again.token_ids.tolist(), again.text) == (served.fresh.token_ids.tolist(), served.fresh.text)
+        assert again.logprobs.tolist() == served.fresh.logprobs.tolist()
         assert await changing.publisher.verifier.verify_checksums(2) == served.fresh_checksum
 
 
@@ -455,7 +457,7 @@ async def test_openai_requests_open_while_weights_change_are_held_and_finished(
     streamed_text = "".join(c.delta.content or "" for c in chunks)
     assert choice.model_extra is not None
     for ids, text in ((choice.model_extra["token_ids"], choice.message.content), (streamed_ids, streamed_text)):
-        assert tuple(ids) == served.fresh.token_ids
+        assert ids == served.fresh.token_ids.tolist()
         assert text == tokenizer.decode(ids, skip_special_tokens=True) == served.fresh.text
     assert choice.finish_reason == chunks[-1].finish_reason == "length"
     assert [span["version"] for span in choice.model_extra["policy_versions"]] == list(range(NUM_PUBLISHES + 1))
@@ -516,18 +518,18 @@ async def walk(generator: Generator) -> Trajectory:
 def assert_is_walked(trajectory: Trajectory, turns: Sequence[Completion]) -> None:
     """The trajectory is its turns end to end, each prompt beginning with everything before it."""
     assert trajectory.num_turns == len(turns) == 4
-    assert trajectory.prompt_token_ids == turns[0].prompt_token_ids
+    assert trajectory.prompt_token_ids.tolist() == turns[0].prompt_token_ids.tolist()
     mask: list[int] = []
     for turn, following in itertools.pairwise(turns):
-        partial_output = (*turn.prompt_token_ids, *turn.token_ids)
-        assert following.prompt_token_ids[: len(partial_output)] == partial_output
+        partial_output = np.concatenate([turn.prompt_token_ids, turn.token_ids])
+        assert begins_with(following.prompt_token_ids, partial_output)
         mask += [1] * len(turn.token_ids) + [0] * (len(following.prompt_token_ids) - len(partial_output))
     mask += [1] * len(turns[-1].token_ids)
-    assert trajectory.loss_mask == tuple(mask)
+    assert trajectory.loss_mask.tolist() == mask
     whole = (*turns[-1].prompt_token_ids, *turns[-1].token_ids)
     assert (*trajectory.prompt_token_ids, *trajectory.response_token_ids) == whole
-    sampled = [p for turn in turns for p in turn.logprobs]
-    assert [p for p, m in zip(trajectory.logprobs, mask, strict=True) if m] == sampled
+    sampled = np.concatenate([turn.logprobs for turn in turns])
+    assert trajectory.logprobs[trajectory.loss_mask].tolist() == sampled.tolist()
     assert {v for v, m in zip(trajectory.versions, mask, strict=True) if not m} == {ENVIRONMENT_VERSION}
 
 
@@ -551,8 +553,8 @@ async def test_a_relay_episode_has_the_same_structure_through_both_generators(se
     assert_is_walked(here, in_process.completions)
     assert_is_walked(there, over_http.completions[:4])
     for other in (there, *(task.result() for task in walking)):
-        assert other.prompt_token_ids == here.prompt_token_ids
-        assert other.response_token_ids == here.response_token_ids
-        assert other.loss_mask == here.loss_mask
+        assert other.prompt_token_ids.tolist() == here.prompt_token_ids.tolist()
+        assert other.response_token_ids.tolist() == here.response_token_ids.tolist()
+        assert other.loss_mask.tolist() == here.loss_mask.tolist()
         assert other.reward == here.reward
         assert_close(other.logprobs, here.logprobs)

@@ -1,9 +1,8 @@
 """Adapters in a vLLM engine, on CPU: against engines that were booted with the same adapters in their weights, by peft."""
 
 import asyncio
-import functools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_async.columns import TokenIds
 from skyrl_async.errors import PublishError
-from skyrl_async.inference.generation import merged
+from skyrl_async.inference.generation import joined
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import EngineOutput, FinishReason, PauseMode, WeightUpdate
 from skyrl_async.weights.formats import CONFIG_FILE, tensor_names
@@ -86,11 +86,11 @@ async def merged_engine(root: Path) -> AsyncIterator[VLLMEngine]:
 
 def assert_same_answers(found: list[EngineOutput], expected: list[EngineOutput], *, version: int) -> None:
     for here, there in zip(found, expected, strict=True):
-        assert here.token_ids == there.token_ids and set(here.versions) == {version}
+        assert here.token_ids.tolist() == there.token_ids.tolist() and set(here.versions) == {version}
         assert (torch.tensor(here.logprobs) - torch.tensor(there.logprobs)).abs().max() < 1e-4
 
 
-def assert_sampled_from(policy: Path, prompt: tuple[int, ...], output: EngineOutput, where: range) -> None:
+def assert_sampled_from(policy: Path, prompt: Sequence[int] | TokenIds, output: EngineOutput, where: range) -> None:
     """The log-probs of these tokens are those of the policy's float32 forward over all of them."""
     expected = reference_logprobs(policy, prompt, output, 1.0)
     assert (torch.tensor(output.logprobs) - expected)[where.start : where.stop].abs().max() < 1e-4
@@ -123,10 +123,10 @@ async def test_requests_in_flight_go_on_with_the_new_adapter_and_bear_exact_vers
     for task, request, old in zip(tasks, requests, before, strict=True):
         segments = task.result()
         assert [s.finish_reason for s in segments[:-1]] == [FinishReason.ABORT] * (mode is PauseMode.ABORT)
-        whole = functools.reduce(merged, segments)
-        num_old = whole.versions.count(1)
-        assert 0 < num_old < LONG and whole.versions == (1,) * num_old + (2,) * (LONG - num_old)
-        assert whole.token_ids[:num_old] == old.token_ids[:num_old]
+        whole = joined(segments)
+        num_old = tuple(whole.versions).count(1)
+        assert 0 < num_old < LONG and tuple(whole.versions) == (1,) * num_old + (2,) * (LONG - num_old)
+        assert whole.token_ids[:num_old].tolist() == old.token_ids[:num_old].tolist()
         assert_sampled_from(root / "merged", request.prompt_token_ids, whole, range(num_old, LONG))
 
 
@@ -161,7 +161,7 @@ async def test_an_engine_serves_the_weights_it_booted_with_up_to_its_first_adapt
         await wait_for_blocks(joining, 3)
         await publish(joining, adapter(root, 2), PauseMode.KEEP)
     output = task.result()
-    num_old = output.versions.count(0)
+    num_old = tuple(output.versions).count(0)
     assert 0 < num_old < LONG
     assert_sampled_from(root / "policy", PROMPTS[0], output, range(num_old))
     assert_sampled_from(root / "merged", PROMPTS[0], output, range(num_old, LONG))

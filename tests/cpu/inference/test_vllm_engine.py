@@ -1,7 +1,6 @@
 """The vLLM engine against vLLM itself, on CPU: a random Qwen3 of two layers, untied and tied."""
 
 import asyncio
-import functools
 import gc
 import itertools
 import signal
@@ -19,8 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
+from skyrl_async.columns import token_ids
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation import merged
+from skyrl_async.inference.generation import head_of, joined
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import (
     EngineOutput,
@@ -37,14 +37,15 @@ from tests.engine_checks import (
     MAX_MODEL_LEN,
     PROMPTS,
     check_limited_tokens,
+    follow,
     generate_all,
     generate_with_retries,
-    joined,
     make_policy,
     make_request,
     make_update,
     publish,
     reference_logprobs,
+    tokens_of,
     truncate,
     wait_for_blocks,
 )
@@ -62,10 +63,6 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool]
         return directory if directory.exists() else make_policy(directory, seed=seed, is_tied=is_tied)
 
     return get
-
-
-def whole_of_blocks(blocks: list[EngineOutput]) -> EngineOutput:
-    return functools.reduce(merged, blocks)
 
 
 async def start(directory: Path, name: str = "engine", **more: object) -> VLLMEngine:
@@ -105,7 +102,7 @@ async def test_an_engine_samples_tokens_with_logprobs_versions_and_a_finish_reas
         assert set(output.versions) == {0}
         assert max(output.logprobs) <= 0
         if output.finish_reason is FinishReason.STOP:
-            assert output.token_ids.index(EOS) == len(output.token_ids) - 1
+            assert output.token_ids.tolist().index(EOS) == len(output.token_ids) - 1
         else:
             assert EOS not in output.token_ids and len(output.token_ids) == 200
     assert FinishReason.STOP in {output.finish_reason for output in outputs}
@@ -129,7 +126,9 @@ async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are
     names = itertools.count()
 
     async def generate(sampling: SamplingParams) -> EngineOutput:
-        request = EngineRequest(request_id=f"limited-{next(names)}", prompt_token_ids=PROMPTS[0], sampling=sampling)
+        request = EngineRequest(
+            request_id=f"limited-{next(names)}", prompt_token_ids=token_ids(PROMPTS[0]), sampling=sampling
+        )
         return await engine_0.generate(request)
 
     await check_limited_tokens(generate)
@@ -163,14 +162,14 @@ async def test_the_likeliest_tokens_are_those_of_a_float32_forward_whole_and_in_
     assert len(blocks) > 3
     for output, num_kept in (*((block, 5) for block in blocks), (whole, 3)):
         assert len(output.top_logprobs) == len(output.logprobs) == len(output.token_ids)
-        for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+        tokens, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
+        for token, logprob, top in zip(tokens, logprobs, output.top_logprobs, strict=True):
             assert len(top) == num_kept  # top_k=3 leaves three of the five asked for
             assert [p for _, p in top] == sorted((p for _, p in top), reverse=True)
             assert dict(top).get(token, logprob) == logprob
-    token_ids = joined(blocks)
     model = Qwen3ForCausalLM.from_pretrained(policy_dir(0, False), dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPTS[0] + token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        logits = model(torch.tensor([[*PROMPTS[0], *tokens_of(blocks)]])).logits[0, len(PROMPTS[0]) - 1 : -1]
     expected = (logits / 0.7).log_softmax(-1).topk(5)
     found = [top for block in blocks for top in block.top_logprobs]
     assert [[token for token, _ in top] for top in found] == expected.indices.tolist()
@@ -194,7 +193,7 @@ async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_tha
     penalised = make_request("p", max_tokens=120, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.1)
     expected = await engine_0.generate(penalised)
     plain = make_request("w", max_tokens=400)
-    assert expected.token_ids != (await engine_0.generate(plain)).token_ids[:120]
+    assert expected.token_ids.tolist() != (await engine_0.generate(plain)).token_ids[:120].tolist()
     async with asyncio.TaskGroup() as group:
         kept = group.create_task(engine_0.generate(penalised))
         beside = group.create_task(engine_0.generate(plain))
@@ -278,9 +277,9 @@ async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninte
             await engine_0.resume()
     for task, output in zip(tasks, expected, strict=True):
         assert len(task.result()) >= 3
-        assert joined(task.result()) == output.token_ids
-        logprobs = torch.tensor([p for segment in task.result() for p in segment.logprobs])
-        assert (logprobs - torch.tensor(output.logprobs)).abs().max() < 1e-4
+        whole = joined(task.result())
+        assert whole.token_ids.tolist() == output.token_ids.tolist()
+        assert (torch.tensor(whole.logprobs) - torch.tensor(output.logprobs)).abs().max() < 1e-4
 
 
 async def assert_updated_is_as_fresh(
@@ -304,7 +303,7 @@ async def assert_updated_is_as_fresh(
         assert await updated.checksum() == await fresh.checksum()
         if version == 5:
             again = await generate_all(updated, requests)
-            assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+            assert [o.token_ids.tolist() for o in again] == [o.token_ids.tolist() for o in outputs]
         back = make_update(policies[0], directory, version + 1)
         await publish(updated, back, is_staged=is_staged)
         assert await updated.checksum() == as_at_boot
@@ -373,10 +372,10 @@ async def test_aborted_requests_bear_the_version_of_each_segment(
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 7))
     for task, request in zip(tasks, requests, strict=True):
         old, new = task.result()
-        assert old.finish_reason is FinishReason.ABORT and old.token_ids
+        assert old.finish_reason is FinishReason.ABORT and len(old.token_ids)
         assert set(old.versions) == {0} and set(new.versions) == {7}
-        continued = make_request("c", request.prompt_token_ids + old.token_ids, max_tokens=len(new.token_ids))
-        assert new.token_ids == (await fresh_engine_1.generate(continued)).token_ids
+        continued = make_request("c", follow(request.prompt_token_ids, old), max_tokens=len(new.token_ids))
+        assert new.token_ids.tolist() == (await fresh_engine_1.generate(continued)).token_ids.tolist()
 
 
 async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_exact_versions(
@@ -395,27 +394,25 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 3), PauseMode.KEEP)
         await wait_for_blocks(engine_0, 2)
         held = await engine_0.partial_outputs(["gone", *(request.request_id for request in whole + streamed)])
-    results = [task.result() for task in generates] + [whole_of_blocks(task.result()) for task in streams]
+    results = [task.result() for task in generates] + [joined(task.result()) for task in streams]
     assert held.keys() == {request.request_id for request in whole + streamed}
     for request, output in zip(whole + streamed, results, strict=True):
         known = held[request.request_id]
         n = len(known.token_ids)
         assert known.finish_reason is None and 0 < n < 150
-        assert (known.token_ids, known.logprobs) == (output.token_ids[:n], output.logprobs[:n])
+        assert known.token_ids.tolist() == output.token_ids[:n].tolist()
+        assert known.logprobs.tolist() == output.logprobs[:n].tolist()
         assert known.versions == output.versions[:n] and set(known.versions) == {0, 3}
     for stream in streams:
         assert all(block.finish_reason is None for block in stream.result()[:-1])
-    outputs = [(task.result().token_ids, task.result().versions) for task in generates]
-    outputs += [
-        (joined(task.result()), tuple(v for block in task.result() for v in block.versions)) for task in streams
-    ]
-    for (token_ids, versions), request, old in zip(outputs, whole + streamed, before + before, strict=True):
-        assert len(token_ids) == len(versions) == 150
-        num_old = versions.count(0)
-        assert 0 < num_old < 150 and versions == (0,) * num_old + (3,) * (150 - num_old)
-        assert token_ids[:num_old] == old.token_ids[:num_old]
-        continued = make_request("c", request.prompt_token_ids + token_ids[:num_old], max_tokens=150 - num_old)
-        assert token_ids[num_old:] == (await fresh_engine_1.generate(continued)).token_ids
+    for output, request, old in zip(results, whole + streamed, before + before, strict=True):
+        assert len(output.token_ids) == len(output.versions) == 150
+        num_old = tuple(output.versions).count(0)
+        assert 0 < num_old < 150 and tuple(output.versions) == (0,) * num_old + (3,) * (150 - num_old)
+        assert output.token_ids[:num_old].tolist() == old.token_ids[:num_old].tolist()
+        prompt = follow(request.prompt_token_ids, head_of(output, num_old))
+        continued = make_request("c", prompt, max_tokens=150 - num_old)
+        assert output.token_ids[num_old:].tolist() == (await fresh_engine_1.generate(continued)).token_ids.tolist()
 
 
 async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(
@@ -427,7 +424,8 @@ async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(
         await engine_0.generate(make_request("old", long_prompt))
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 1), mode)
         new = await engine_0.generate(make_request("new", long_prompt))
-        assert new.token_ids == (await fresh_engine_1.generate(make_request("new", long_prompt))).token_ids
+        expected = await fresh_engine_1.generate(make_request("new", long_prompt))
+        assert new.token_ids.tolist() == expected.token_ids.tolist()
 
 
 async def test_an_update_that_cannot_be_the_policys_is_refused_and_the_old_weights_serve_on(

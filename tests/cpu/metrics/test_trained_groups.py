@@ -40,6 +40,7 @@ def test_tokens_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     log.log(1, [group("a")])
     log.close()
     (line,) = read_rows(tmp_path / "groups.jsonl")
+    assert '"loss_mask": [1, 0, 1]' in (tmp_path / "groups.jsonl").read_text()
     assert line["rows"][0]["response_token_ids"] == [3, 4, 5]
     assert line["rows"][0]["logprobs"] == [-0.5, 0.0, -0.25]
     assert not {"ref_logprobs", "old_logprobs", "old_version"} & line["rows"][0].keys()

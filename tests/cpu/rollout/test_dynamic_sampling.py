@@ -74,7 +74,7 @@ def trained(simulation: Simulation) -> list[list[tuple[Trajectory, ...]]]:
 
 
 def uid(group: tuple[Trajectory, ...]) -> str:
-    return "".join(map(chr, group[0].prompt_token_ids))
+    return "".join(map(chr, group[0].prompt_token_ids.tolist()))
 
 
 @pytest.mark.slow

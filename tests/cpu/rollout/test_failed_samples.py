@@ -539,7 +539,7 @@ def test_contract_8_whatever_fails_every_prompt_is_trained_or_failed_once(
         return
     (generator,) = made
     groups = [group for step in simulation.policy.steps for group in step]
-    trained = Counter(group[0].prompt_token_ids for group in groups)
+    trained = Counter(tuple(group[0].prompt_token_ids.tolist()) for group in groups)
     totals, counts = simulation.trainer.totals, simulation.workers.counts
     assert set(trained.values()) == {1} and len(groups) + counts["failed_groups"] == 24
     assert simulation.dataloader.statistics()["trained_total"] == len(groups)

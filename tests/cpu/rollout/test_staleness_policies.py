@@ -91,7 +91,7 @@ def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(
     simulation = simulate(settings)
     assert max(logged(simulation, "async/staleness_max")) <= bound
     assert simulation.trainer.totals.staleness_wait_seconds == 0
-    trained = Counter(group[0].prompt_token_ids for step in simulation.policy.steps for group in step)
+    trained = Counter(tuple(group[0].prompt_token_ids.tolist()) for step in simulation.policy.steps for group in step)
     states = simulation.dataloader.statistics()
     assert max(trained.values()) <= 2
     assert states["trained_total"] == trained.total() == 90 - states["filtered_total"]
@@ -200,7 +200,7 @@ def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], vers
     whole = group_of(rows, [[int(v >= 0) for v in row] for row in rows])
     part = STALENESS_POLICIES["mask"].masked_group(whole, version, bound)
     for row, trained in zip(whole.trajectories, part.trajectories, strict=True):
-        assert trained.loss_mask == tuple(int(v >= 0 and version - v <= bound) for v in row.versions)
+        assert trained.loss_mask.tolist() == [v >= 0 and version - v <= bound for v in row.versions]
         assert replace(trained, loss_mask=row.loss_mask) == row
     rewards: list[float] = []
     row_advantages(part.trajectories, lambda r: rewards.extend(r) or [0.0] * len(r))

@@ -257,9 +257,9 @@ def test_a_conversations_tokens_are_the_chat_templates(name: str, seed: int) -> 
     conversation, tools = task.conversation(prompt, rng, terse_share=0.5, slip_rate=0.1), tools_of(prompt)
     renderer = ChatRenderer(tokenizer)
     token_ids, mask = encode_conversation(tokenizer, conversation, tools)
-    assert tuple(token_ids) == renderer.render(conversation, tools=tools, add_generation_prompt=False)
+    assert token_ids == renderer.render(conversation, tools=tools, add_generation_prompt=False).tolist()
     rendered = renderer.render(prompt.messages, tools=tools)
-    assert tuple(token_ids[: len(rendered)]) == rendered
+    assert token_ids[: len(rendered)] == rendered.tolist()
     assert mask.index(1) == len(rendered)
     said = tokenizer.decode([token for token, is_said in zip(token_ids, mask, strict=True) if is_said])
     answers = [_said(message) for message in conversation if message["role"] == "assistant"]
@@ -283,9 +283,9 @@ def test_a_turn_continued_in_token_space_has_the_tokens_of_the_whole_conversatio
     for num_messages in range(2, len(conversation), 2):  # through a call; its result follows
         sampled = tokenizer.encode(_said(conversation[num_messages - 1]), add_special_tokens=False)
         ids = renderer.render_next(
-            conversation[: num_messages + 1], (*ids, *sampled, tokenizer.eos_token_id), tools=tools
+            conversation[: num_messages + 1], [*ids.tolist(), *sampled, tokenizer.eos_token_id], tools=tools
         )
-    assert ids == renderer.render(conversation[:-1], tools=tools)
+    assert ids.tolist() == renderer.render(conversation[:-1], tools=tools).tolist()
 
 
 def test_a_call_is_a_handful_of_tokens_and_a_conversation_without_tools_is_plain_chatml() -> None:

@@ -50,7 +50,7 @@ def quick_disk() -> Iterator[None]:
 
 
 def trained(simulation: Simulation) -> list[tuple[int, ...]]:
-    return [group[0].prompt_token_ids for step in simulation.policy.steps for group in step]
+    return [tuple(group[0].prompt_token_ids.tolist()) for step in simulation.policy.steps for group in step]
 
 
 def stopped_after(

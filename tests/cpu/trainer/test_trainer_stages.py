@@ -105,7 +105,7 @@ def test_each_step_is_trained_then_published_and_only_then_sampled_from(
     for step, groups in enumerate(simulation.policy.steps):
         begins = [begin for what, version, begin, _ in events if (what, version) == ("forward", step)]
         for begin, group in zip(begins, groups, strict=True):
-            assert all(loaded[v][1] <= begin for row in group for v in row.versions)
+            assert all(loaded[v][1] <= begin for row in group for v in row.versions.distinct)
     assert simulation.trainer.totals.staleness_max <= bound
     assert simulation.trainer.served_version == simulation.trainer.trained_version == settings.num_steps
 
@@ -175,7 +175,7 @@ def test_publishing_every_third_step_costs_less_time_and_holds_the_bound() -> No
     assert len(seldom.trainer.totals.pauses) < len(often.trainer.totals.pauses) / 2
     assert seldom.trainer.totals.training_seconds < 0.9 * often.trainer.totals.training_seconds
     assert seldom.trainer.totals.groups_over_bound == 0
-    versions = {v for step in seldom.policy.steps for group in step for row in group for v in row.versions}
+    versions = {v for step in seldom.policy.steps for group in step for row in group for v in row.versions.distinct}
     assert all(version % 3 == 0 for version in versions)
 
 
@@ -233,7 +233,7 @@ def test_a_group_being_prepared_is_in_the_checkpoint_and_trained_once(tmp_path: 
     run_in_virtual_time(begin())
     simulation = run_in_virtual_time(go_on())
     assert simulation.dataloader.statistics()["trained_total"] == 40
-    trained = Counter(group[0].prompt_token_ids for step in simulation.policy.steps for group in step)
+    trained = Counter(tuple(group[0].prompt_token_ids.tolist()) for step in simulation.policy.steps for group in step)
     assert sum(trained.values()) == 40 - 3 * settings.mini_batch_size and max(trained.values()) <= 2
 
 
@@ -425,7 +425,7 @@ def test_one_step_off_generates_the_next_whole_batch_while_this_one_trains_and_c
     simulation, events = run(replace(ONE_STEP_OFF, sigma=sigma, seconds_per_token=seconds_per_token, seed=seed))
     for step, groups in enumerate(simulation.policy.steps[:-1]):
         assert len(groups) == ONE_STEP_OFF.mini_batch_size
-        assert {v for group in groups for row in group for v in row.versions} == {max(0, step - 1)}
+        assert {v for group in groups for row in group for v in row.versions.distinct} == {max(0, step - 1)}
         assert all(row.num_aborts == 0 for group in groups for row in group), "weights changed in flight"
     assert simulation.trainer.totals.staleness_max == 1
     assert sorted(spans_of("load", events)) == list(range(ONE_STEP_OFF.num_steps + 1))

@@ -61,7 +61,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_leaves_the_rows_of
     assert f" rows at version {VERSION} is nan on rank " in losses[0] and losses[0].endswith(f". {where}")
     assert all("norm is nan" in step and step.endswith(f". {where}") for step in steps)
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    expected = {row.response_token_ids: value for row, value in zip(trajectories(4, seed=1), ADVANTAGES, strict=True)}
+    pairs = zip(trajectories(4, seed=1), ADVANTAGES, strict=True)
+    expected = {tuple(row.response_token_ids.tolist()): value for row, value in pairs}
     found = {tuple(row["response_token_ids"]): row["advantage"] for row in rows}
     assert {ids: str(value) for ids, value in found.items()} == {ids: str(value) for ids, value in expected.items()}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,10 +74,10 @@ class TestGradients:
         model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32).eval()
         total = torch.zeros(())
         for row, advantage in zip(rows, values, strict=True):
-            ids = torch.tensor([row.prompt_token_ids + row.response_token_ids])
+            ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
             logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
             for offset, (token, mu, mask) in enumerate(
-                zip(row.response_token_ids, row.logprobs, row.loss_mask, strict=True)
+                zip(row.response_token_ids.tolist(), row.logprobs.tolist(), row.loss_mask.tolist(), strict=True)
             ):
                 logprob = logprobs[len(row.prompt_token_ids) + offset - 1, token]
                 ratio = (logprob - mu).exp()
@@ -103,7 +104,9 @@ class TestGradients:
         model = AutoModelForCausalLM.from_pretrained(policy_directory, dtype=torch.float32).eval()
         total = torch.zeros(())
         for row in rows:
-            logits = model(torch.tensor([row.prompt_token_ids + row.response_token_ids])).logits[0] / 0.7
+            logits = (
+                model(torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])).logits[0] / 0.7
+            )
             entropies = torch.distributions.Categorical(logits=logits[len(row.prompt_token_ids) - 1 : -1]).entropy()
             total = total + (entropies * torch.tensor(row.loss_mask)).sum()
         (-0.1 * 0.5 * total).backward()
@@ -236,15 +239,16 @@ class TestSteps:
         assert_close(await weights(policy, tmp_path / "after"), before)
         saved = {tuple(row["response_token_ids"]): row for row in map(json.loads, path.read_text().splitlines())}
         assert {ids: row["advantage"] for ids, row in saved.items()} == {
-            row.response_token_ids: value for row, value in zip(rows[1:], [1e37, *values[2:]], strict=True)
+            tuple(row.response_token_ids.tolist()): value
+            for row, value in zip(rows[1:], [1e37, *values[2:]], strict=True)
         }
         for row in rows[1:]:
-            found = saved[row.response_token_ids]
-            expected = await policy.logprobs([*row.prompt_token_ids, *row.response_token_ids])
+            found = saved[tuple(row.response_token_ids.tolist())]
+            expected = await policy.logprobs(np.concatenate([row.prompt_token_ids, row.response_token_ids]))
             for offset, (value, is_sampled) in enumerate(zip(found["policy_logprobs"], row.loss_mask, strict=True)):
                 at = len(row.prompt_token_ids) + offset - 1
                 assert value == (pytest.approx(expected[at], abs=1e-5) if is_sampled else None)
-            assert found["behavior_logprobs"] == list(row.logprobs) and found["loss_mask"] == list(row.loss_mask)
+            assert found["behavior_logprobs"] == row.logprobs.tolist() and found["loss_mask"] == row.loss_mask.tolist()
         await policy.forward_backward(rows, values, 5)
         assert (await policy.step(num_tokens(rows)))["grad_norm"] > 0
 

@@ -237,7 +237,7 @@ class TestStageWork:
         )
         assert (old.uid, old.admission_index, old.scheduled_version) == ("a", 3, 1)
         both = await LogprobStageWork(compute, REF)(old)
-        assert [row.ref_logprobs for row in both.trajectories] == [row.logprobs[::-1] for row in (first, second, third)]
+        assert both.trajectories == tuple(replace(row, ref_logprobs=row.logprobs[::-1]) for row in old.trajectories)
         assert [row.old_version for row in both.trajectories] == [5, 2, 5]
 
     async def test_a_group_that_lacks_nothing_is_returned_as_it_is(self) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from skyrl_async.columns import Logprobs
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
-from skyrl_async.types import Group, LogprobModel, Trajectory
+from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
 from tests.cpu.tiny_policies import advantages, gradients, num_tokens, weights, write_policy
 from tests.cpu.tiny_policies import assert_close as assert_equal
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
@@ -51,10 +52,10 @@ def plain_logprobs(directory: Path, rows: Sequence[Trajectory]) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     found = []
     for row in rows:
-        ids = torch.tensor([row.prompt_token_ids + row.response_token_ids])
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
         logprobs = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
         predicting = logprobs[len(row.prompt_token_ids) - 1 : -1]
-        found.append(predicting.gather(1, torch.tensor(row.response_token_ids)[:, None])[:, 0])
+        found.append(predicting.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0])
     return found
 
 
@@ -65,7 +66,11 @@ def assert_close(here: Sequence[Sequence[float]], there: Sequence[Sequence[float
     assert max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs) <= tolerance
 
 
-def with_refs(rows: Sequence[Trajectory], values: Sequence[tuple[float, ...]]) -> list[Trajectory]:
+def as_lists(found: RowLogprobs) -> tuple[int, list[list[float]]]:
+    return found.version, [of_row.tolist() for of_row in found.values]
+
+
+def with_refs(rows: Sequence[Trajectory], values: Sequence[Logprobs]) -> list[Trajectory]:
     return [replace(row, ref_logprobs=of_row) for row, of_row in zip(rows, values, strict=True)]
 
 
@@ -83,7 +88,7 @@ class TestLogprobs:
             ]
             assert_close(found.values, expected, tolerance=5e-6)
             assert found.version == 0
-        assert next(of_row[2:4] for of_row in found.values if len(of_row) > 4) == (0.0, 0.0)
+        assert next(of_row[2:4].tolist() for of_row in found.values if len(of_row) > 4) == [0.0, 0.0]
 
     @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 100_000])
     async def test_micro_batches_and_company_change_them_by_less_than_1e_6(
@@ -101,14 +106,15 @@ class TestLogprobs:
     ) -> None:
         rows = trajectories(6, seed=1)
         policy, frozen = make(temperature=TEMPERATURE), make(temperature=TEMPERATURE, trains=False)
-        assert await frozen.logprobs_of(rows, POLICY) == await policy.logprobs_of(rows, POLICY)
+        before = as_lists(await frozen.logprobs_of(rows, POLICY))
+        assert before == as_lists(await policy.logprobs_of(rows, POLICY))
         await policy.forward_backward(rows, advantages(6, seed=2), 0)
         await policy.step(num_tokens(rows))
-        trained = await policy.logprobs_of(rows, POLICY)
-        assert trained.version == 1
-        assert (await frozen.logprobs_of(rows, POLICY)).values != trained.values
+        version, trained = as_lists(await policy.logprobs_of(rows, POLICY))
+        assert version == 1 and before[1] != trained
+        assert as_lists(await frozen.logprobs_of(rows, POLICY)) == before
         await frozen.load_weights(await export_weights(policy, 1, tmp_path / "v1", 8192))
-        assert await frozen.logprobs_of(rows, POLICY) == trained
+        assert as_lists(await frozen.logprobs_of(rows, POLICY)) == (1, trained)
 
     async def test_they_leave_accumulated_gradients_and_what_follows_alone(self, make: Make, tmp_path: Path) -> None:
         rows, values = trajectories(6, seed=1), advantages(6, seed=2)
@@ -136,7 +142,7 @@ class TestLogprobs:
 
     async def test_rows_without_sampled_tokens_are_zero_and_need_no_forward(self, make: Make) -> None:
         silent = replace(trajectories(1, seed=1)[0], loss_mask=(0,) * 4, logprobs=(0.0,) * 4, versions=(-1,) * 4)
-        assert (await make().logprobs_of([silent], POLICY)).values == ((0.0,) * 4,)
+        assert as_lists(await make().logprobs_of([silent], POLICY)) == (0, [[0.0] * 4])
         assert (await make().logprobs_of([], POLICY)).values == ()
 
 
@@ -146,7 +152,7 @@ class TestFrozenWeights:
     ) -> None:
         rows = trajectories(3, seed=1)
         frozen = make(trains=False)
-        before = await frozen.logprobs_of(rows, POLICY)
+        before = as_lists(await frozen.logprobs_of(rows, POLICY))
         update = await export_weights(make(), 4, tmp_path / "v4", 8192)
         other = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "other", hidden_size=64))))
         with pytest.raises(TrainingError, match=r"version 5 is of another model: model.embed_tokens.weight has shape"):
@@ -155,7 +161,7 @@ class TestFrozenWeights:
         shutil.rmtree(tmp_path / "v4")
         with pytest.raises(TrainingError, match="the weights of version 4 cannot be read: .*v000004"):
             await frozen.load_weights(update)
-        assert await frozen.logprobs_of(rows, POLICY) == before
+        assert as_lists(await frozen.logprobs_of(rows, POLICY)) == before
 
     async def test_what_does_not_train_refuses_to_and_what_trains_takes_no_weights(
         self, make: Make, tmp_path: Path
@@ -186,9 +192,9 @@ class TestDivergenceInTheLoss:
         total, divergence = torch.zeros(()), 0.0
         refs = [of_row.detach() for of_row in plain_logprobs(other_directory, rows)]
         for row, advantage, ref in zip(rows, values, refs, strict=True):
-            ids = torch.tensor([row.prompt_token_ids + row.response_token_ids])
+            ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
             logprobs = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)[len(row.prompt_token_ids) - 1 : -1]
-            chosen = logprobs.gather(1, torch.tensor(row.response_token_ids)[:, None])[:, 0]
+            chosen = logprobs.gather(1, ids[0, len(row.prompt_token_ids) :, None])[:, 0]
             ratio = (chosen - torch.tensor(row.logprobs)).exp().detach().clamp(max=2.0)
             kl = ((ref - chosen).exp() - 1 - (ref - chosen)).clamp(max=10.0)  # random models are far apart
             mask = torch.tensor(row.loss_mask)
@@ -232,8 +238,8 @@ class TestDivergenceInTheLoss:
             make(has_reference=True, **{**KL, "kl_coef": 5.0}),
             make(has_reference=True, **{**KL, "kl_coef": 0.0}),
         )
-        before = await held.logprobs_of(rows, REF)
-        assert before == await held.logprobs_of(rows, POLICY)
+        before = as_lists(await held.logprobs_of(rows, REF))
+        assert before == as_lists(await held.logprobs_of(rows, POLICY))
         divergences = {}
         for policy in (held, free):
             for step in range(5):
@@ -242,8 +248,8 @@ class TestDivergenceInTheLoss:
                 await policy.step(num_tokens(rows))
             divergences[policy] = figures["ref_kl_sum"]
         assert 0 < divergences[held] < 0.7 * divergences[free]
-        assert await held.logprobs_of(rows, REF) == before
-        assert await held.logprobs_of(rows, POLICY) != before
+        assert as_lists(await held.logprobs_of(rows, REF)) == before
+        assert as_lists(await held.logprobs_of(rows, POLICY)) != before
 
     async def test_a_group_without_advantage_is_still_pulled_back(self, make: Make, other_directory: Path) -> None:
         rows = trajectories(3, seed=1)

@@ -28,6 +28,7 @@ from skyrl_async.types import Adapter, LogprobModel, Trajectory
 from skyrl_async.weights.formats import CONFIG_FILE, adapted_layers, tensor_names
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
+from tests.cpu.training.test_logprobs import as_lists
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -76,7 +77,7 @@ def ppo_clip_sum(logits_of: Callable[[Tensor], Tensor], rows: list[Trajectory], 
     """Minus the sum over tokens of min(r A, clip(r) A), written out."""
     total = torch.zeros((), dtype=torch.float64)
     for row, advantage in zip(rows, advantages, strict=True):
-        ids = torch.tensor([row.prompt_token_ids + row.response_token_ids])
+        ids = torch.tensor([row.prompt_token_ids.tolist() + row.response_token_ids.tolist()])
         start = len(row.prompt_token_ids)
         logprobs = logits_of(ids)[0, start - 1 : -1].log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
         ratio = (logprobs - torch.tensor(row.logprobs, dtype=torch.float64)).exp()
@@ -288,12 +289,13 @@ async def test_checkpoints_of_something_else_are_refused_with_what_to_change(
 async def test_the_reference_is_the_policy_without_its_adapters(make: Make, policy_directory: Path) -> None:
     rows = trajectories(5, seed=3)
     policy, untrained = make(has_reference=True, kl_estimator="k3", kl_coef=0.1), make(lora=None)
-    expected = await untrained.logprobs_of(rows, LogprobModel.POLICY)
+    expected = as_lists(await untrained.logprobs_of(rows, LogprobModel.POLICY))
     await train(policy, first_step=0, num_steps=2)
-    before = await policy.logprobs_of(rows, LogprobModel.POLICY)
-    found = await policy.logprobs_of(rows, LogprobModel.REF)
-    assert found.values == expected.values and found.version == 0
-    assert (await policy.logprobs_of(rows, LogprobModel.POLICY)).values == before.values != found.values
+    before = as_lists(await policy.logprobs_of(rows, LogprobModel.POLICY))
+    found = as_lists(await policy.logprobs_of(rows, LogprobModel.REF))
+    assert found == expected and found[0] == 0
+    assert as_lists(await policy.logprobs_of(rows, LogprobModel.POLICY)) == before
+    assert before[1] != found[1]
     held = sum(1 for module in policy._rank._token_logprobs._model.modules() if isinstance(module, nn.Embedding))
     assert held == 1 and policy._rank._reference is not None
 
@@ -305,7 +307,7 @@ async def test_dropout_is_where_gradients_are_taken_only(make: Make) -> None:
         policy = make(lora=replace(LORA, dropout=dropout))
         logprobs = await policy.logprobs_of(rows, LogprobModel.POLICY)
         await policy.forward_backward(rows, advantage, 0)
-        found.append((logprobs.values, gradients(policy)))
+        found.append((as_lists(logprobs), gradients(policy)))
     (here, gradients_here), (there, gradients_there) = found
     assert here == there
     name = "model.layers.0.mlp.up_proj.lora_B.default.weight"

@@ -99,7 +99,8 @@ class ModelledWorkers:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
         def act() -> dict[str, float]:
-            self.gradients.append([trajectories[0].response_token_ids[0], trajectories[0].logprobs[0], version])
+            row = trajectories[0]
+            self.gradients.append([row.response_token_ids.tolist(), row.logprobs.tolist(), version])
             return {"num_tokens": float(len(self.gradients))}
 
         return await self.call(act)

@@ -127,7 +127,7 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
                 "more": more,
                 "again": again,
                 "resharded": resharded,
-                "logprobs": logprobs.values,
+                "logprobs": [of_row.tolist() for of_row in logprobs.values],
             }
             (directory / way / "found.json").write_text(json.dumps(found))
             torch.save(moments, directory / way / "moments.pt")

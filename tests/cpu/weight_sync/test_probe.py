@@ -34,7 +34,7 @@ class Probed(ModelledEngine):
         if self.answer == "dead":
             raise EngineDeadError(f"{self.name} is gone")
         if self.answer == "taken out":
-            return EngineOutput(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
+            return EngineOutput(finish_reason=FinishReason.ABORT)
         return EngineOutput(
             token_ids=(1, 2), logprobs=(-1.0, -1.25), versions=(3, 3), finish_reason=FinishReason.LENGTH
         )

@@ -1,0 +1,151 @@
+"""What has one value per token: numpy columns, and policy versions as runs of equal versions. Nothing here is an object per token."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds: TypeAlias = NDArray[np.int32]
+Logprobs: TypeAlias = NDArray[np.float32]
+"""In nats."""
+Mask: TypeAlias = NDArray[np.bool_]
+
+_KINDS = {"i": "iu", "f": "fiu", "b": "biu"}
+"""Kind of a column -> kinds of numpy arrays that it is made from; their values stay what they are."""
+
+
+def column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic], name: str = "column") -> NDArray[Any]:
+    """A read-only column of ``dtype``; an array that has it is not copied.
+
+    Raises ``ValueError`` that begins with ``name`` for values of another kind, such as fractions for ``int32``.
+    """
+    found = values if isinstance(values, np.ndarray) else np.asarray(values, dtype=None if len(values) else dtype)
+    kind = np.dtype(dtype).kind
+    if found.ndim != 1 or found.dtype.kind not in _KINDS[kind]:
+        raise ValueError(
+            f"{name} must be a sequence of {np.dtype(dtype).name}, got {found.dtype} of shape {found.shape}"
+        )
+    made: NDArray[Any] = found.astype(dtype, copy=False)
+    if kind == "i" and made is not found and not np.array_equal(made, found):
+        raise ValueError(f"{name} must fit into {np.dtype(dtype).name}, got {found.min()} to {found.max()}")
+    if made.flags.writeable:
+        made = made.view()
+        made.flags.writeable = False
+    return made
+
+
+def token_ids(values: Sequence[int] | TokenIds) -> TokenIds:
+    """(T,) int32."""
+    return column(values, np.int32, "token_ids")
+
+
+NO_TOKENS: TokenIds = token_ids(())
+NO_LOGPROBS: Logprobs = column((), np.float32)
+
+
+def begins_with(whole: TokenIds, begin: TokenIds) -> bool:
+    """Whether the first of ``whole`` are ``begin``."""
+    return len(begin) <= len(whole) and bool((whole[: len(begin)] == begin).all())
+
+
+def json_list(values: NDArray[Any]) -> list[Any]:
+    """A column as JSON; a mask as zeros and ones. For ``default`` of ``json.dumps``."""
+    found: list[Any] = (values.view(np.int8) if values.dtype == np.bool_ else values).tolist()
+    return found
+
+
+def have_equal_fields(one: Any, other: object) -> bool:
+    """``==`` of two dataclasses some of whose fields are columns."""
+    names = [field.name for field in fields(one)]
+    if type(one) is not type(other):
+        return False
+    pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+    return all(a is b or (np.array_equal(a, b) if np.ndarray in (type(a), type(b)) else a == b) for a, b in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpans:
+    """The policy version of each token, as runs of equal versions. ``np.asarray`` gives (T,) int32."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, end) of each run, ``end`` excluded; neighbours differ in their versions."""
+
+    @classmethod
+    def of(cls, versions: "Sequence[int] | NDArray[Any] | VersionSpans", name: str = "versions") -> Self:
+        """From one version per token. Raises ``ValueError`` that begins with ``name`` for what is no integer."""
+        if isinstance(versions, cls):
+            return versions
+        per_token = column(versions, np.int32, name)
+        ends = [*(np.flatnonzero(np.diff(per_token)) + 1).tolist(), len(per_token)]
+        return cls(tuple((int(per_token[end - 1]), end) for end in ends if end))
+
+    @classmethod
+    def constant(cls, version: int, num_tokens: int) -> Self:
+        """One version for all tokens."""
+        return cls(((version, num_tokens),) if num_tokens else ())
+
+    @classmethod
+    def joined(cls, parts: "Iterable[VersionSpans]") -> Self:
+        """Those of consecutive tokens."""
+        spans: list[tuple[int, int]] = []
+        for part in parts:
+            offset = spans[-1][1] if spans else 0
+            moved = [(version, offset + end) for version, end in part.spans]
+            if spans and moved and spans[-1][0] == moved[0][0]:
+                spans.pop()
+            spans += moved
+        return cls(tuple(spans))
+
+    @classmethod
+    def from_json(cls, spans: Sequence[Mapping[str, int]], num_tokens: int) -> Self:
+        """From what ``to_json`` returns. Raises ``ValueError`` unless ``spans`` tile ``[0, num_tokens)`` in order."""
+        parts, num_covered = [], 0
+        for span in spans:
+            match span:
+                case {"version": int(version), "start": int(start), "end": int(end)} if start == num_covered < end:
+                    parts.append(cls.constant(version, end - start))
+                    num_covered = end
+                case _:
+                    raise ValueError(f"policy_versions must be adjoining spans from 0, got {spans}")
+        if num_covered != num_tokens:
+            raise ValueError(f"policy_versions cover {num_covered} of {num_tokens} tokens")
+        return cls.joined(parts)
+
+    def to_json(self) -> list[dict[str, int]]:
+        """Runs as ``{"version", "start", "end"}``; together they tile ``[0, T)`` in order."""
+        starts = (0, *(end for _, end in self.spans))
+        return [{"version": version, "start": start, "end": end} for start, (version, end) in zip(starts, self.spans)]  # noqa: B905
+
+    @property
+    def distinct(self) -> set[int]:
+        """The versions that occur."""
+        return {version for version, _ in self.spans}
+
+    def masked(self, mask: Mask, version: int) -> "VersionSpans":
+        """Those of the tokens in the mask; ``version`` for the others."""
+        return self if mask.all() else VersionSpans.of(np.where(mask, np.asarray(self), np.int32(version)))
+
+    def __len__(self) -> int:
+        return self.spans[-1][1] if self.spans else 0
+
+    def __getitem__(self, taken: slice) -> "VersionSpans":
+        """A slice of consecutive tokens."""
+        start, stop, _ = taken.indices(len(self))
+        return VersionSpans(
+            tuple(
+                (version, min(end, stop) - start)
+                for (_, before), (version, end) in pairwise(((0, 0), *self.spans))
+                if max(before, start) < min(end, stop)
+            )
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        """One version per token."""
+        return iter(np.asarray(self).tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.int32]:
+        versions, ends = np.array(self.spans, dtype=np.int64).reshape(-1, 2).T
+        return versions.astype(dtype or np.int32).repeat(np.diff(ends, prepend=0))
