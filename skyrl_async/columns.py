@@ -51,10 +51,11 @@ def begins_with(whole: TokenIds, begin: TokenIds) -> bool:
     return len(begin) <= len(whole) and bool((whole[: len(begin)] == begin).all())
 
 
-def json_list(values: NDArray[Any]) -> list[Any]:
-    """A column as JSON; a mask as zeros and ones. For ``default`` of ``json.dumps``."""
-    found: list[Any] = (values.view(np.int8) if values.dtype == np.bool_ else values).tolist()
-    return found
+def json_list(values: "NDArray[Any] | VersionSpans") -> list[Any]:
+    """One value per token as JSON; a mask as zeros and ones. For ``default`` of ``json.dumps``."""
+    found = np.asarray(values)
+    listed: list[Any] = (found.view(np.int8) if found.dtype == np.bool_ else found).tolist()
+    return listed
 
 
 def have_equal_fields(one: Any, other: object) -> bool:

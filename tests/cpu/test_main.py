@@ -26,9 +26,12 @@ import ray
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.main import main
 from skyrl_async.metrics.stage_picture import read_stages
 from skyrl_async.metrics.tracker import read_rows
+from skyrl_async.rollout.group_state import from_json
+from skyrl_async.types import EngineOutput
 from tests.cpu.metrics.test_metrics import files_of_at_most
 from tests.patience import PATIENCE_S
 
@@ -83,7 +86,7 @@ class Recording:
     async def generate(self, request):
         rows = await self.generator.generate(request)
         if not request.is_evaluation:
-            told = [[row.response_token_ids, row.logprobs, row.versions] for row in rows]
+            told = [[list(map(float, column)) for column in (row.response_token_ids, row.logprobs, row.versions)] for row in rows]
             with open("rows.jsonl", "a") as file:
                 file.write(json.dumps([request.priority, told]) + "\\n")
         return rows
@@ -241,18 +244,18 @@ def assert_ledger_is_exact(run_dir: Path) -> list[str]:
     return trained
 
 
-def begun_samples(checkpoint: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(admission index, sample index, columns) of the answers that a checkpoint holds the beginning of."""
-    for group in json.loads((checkpoint / "running_groups.json").read_text()):
-        for index, sample in group["samples"].items():
-            if (begun := (sample["state"] or {}).get("generation")) is not None:
-                yield group["admission_index"], int(index), begun
+def begun_samples(checkpoint: Path) -> Iterator[tuple[int, int, EngineOutput]]:
+    """(admission index, sample index, tokens) of the answers that a checkpoint holds the beginning of."""
+    for group in read_state(checkpoint).running:
+        for index, sample in group.samples.items():
+            if (begun := (sample.state or {}).get("generation")) is not None:
+                yield group.admission_index, index, from_json(EngineOutput, begun)
 
 
 def has_tokens_of_versions_before(run_dir: Path) -> bool:
     """Whether the newest checkpoint holds the beginning of an answer from before its last publish; engines may be faster than training."""
     checkpoint, saved, _ = state(run_dir)
-    return any(begun["versions"] and min(begun["versions"]) < saved["step"] for *_, begun in begun_samples(checkpoint))
+    return any(min(begun.versions, default=saved["step"]) < saved["step"] for *_, begun in begun_samples(checkpoint))
 
 
 def seconds_beside_gradients(stage: str, trace: Path) -> float:
@@ -332,7 +335,7 @@ def test_groups_that_were_running_at_kill_9_go_on_with_their_tokens_of_the_versi
     played = dict(map(json.loads, (workplace / "rows.jsonl").read_text().splitlines()))
     num_continued = 0
     for admission_index, index, begun in begun_samples(workplace / "taken_up"):
-        columns = [begun[name] for name in ("token_ids", "logprobs", "versions")]
+        columns = [list(column) for column in (begun.token_ids, begun.logprobs, begun.versions)]
         row = played[admission_index][index]
         assert [column[: len(columns[0])] for column in row] == columns
         num_continued += min(row[2]) < first <= max(row[2])

@@ -537,7 +537,7 @@ print("survived")
 @pytest.mark.slow
 def test_a_disk_that_is_really_full_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     """In a mount of its own, which an unprivileged user may make where the kernel lets it."""
-    mount = f"mount -t tmpfs -o size=64k tmpfs {tmp_path}"
+    mount = f"mount -t tmpfs -o size=80k tmpfs {tmp_path}"
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, mount], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a tmpfs of one's own")

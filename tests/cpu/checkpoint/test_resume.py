@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.errors import CheckpointError, GenerationError
+from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import Generator, GroupRequest
@@ -239,17 +241,17 @@ def test_contract_7_running_groups_go_on_under_their_admission_with_tokens_of_th
     assert totals.resumed_trajectories == sum(group.num_samples for group in state.running)
     assert totals.restarted_trajectories == totals.wasted_tokens == 0
     rows = [row for step in simulation.policy.steps for group in step for row in group]
-    begun = [s.state for g in state.running for s in g.samples.values() if s.state and s.state["tokens"]["num_turns"]]
+    begun = [s.state for g in state.running for s in g.samples.values() if s.state and s.state["tokens"]["turns"]]
     assert begun
     for sample in begun:
-        tokens = sample["tokens"]
-        heads = [
+        head = EpisodeState.from_json(sample).builder.build(reward=0.0, is_truncated=False, metrics={})
+        num = len(head.versions)
+        assert [
             row
             for row in rows
-            if row.response_token_ids[: len(tokens["versions"])] == tuple(tokens["response_token_ids"])
-            and row.versions[: len(tokens["versions"])] == tuple(tokens["versions"])
+            if np.array_equal(row.response_token_ids[:num], head.response_token_ids)
+            and row.versions[:num] == head.versions
         ]
-        assert heads
 
 
 def test_contract_7_episodes_of_an_environment_without_snapshots_begin_anew_and_are_counted(
