@@ -55,7 +55,7 @@ class Running:
         async with asyncio.TaskGroup() as tasks:
             prompts = PROMPTS * 2
             played = [tasks.create_task(self.client.generate_tokens(prompt, GREEDY)) for prompt in prompts]
-        return [task.result().token_ids for task in played]
+        return [task.result().token_ids.tolist() for task in played]
 
     async def until_serving(self, name: str) -> RayEngine:
         async with asyncio.timeout(300):
