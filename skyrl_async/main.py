@@ -45,6 +45,7 @@ from skyrl_async.metrics.tracker import (
     free_path,
 )
 from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.runtime.garbage import collect_rarely
 from skyrl_async.runtime.shutdown import Interruption, Phase
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
@@ -234,6 +235,7 @@ class _Run:
                 )
                 self._engine_lags = parts.publisher.lags
                 console.watch(trainer.stages)
+                collect_rarely()
                 with self.interruption.ending_afterwards():
                     await self._train(trainer, parts, console)
             self._failures += self._ending.failures

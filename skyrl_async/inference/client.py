@@ -51,8 +51,9 @@ from skyrl_async.types import (
 logger = logging.getLogger(__name__)
 
 _client_ids = itertools.count()
-_CARRIED_BLOCK_TOKENS = 256
-"""Most tokens of a generation that an engine's death costs, if nobody reads it in blocks."""
+CARRIED_BLOCK_TOKENS = 1024
+"""Most tokens of a generation that an engine's death costs, if nobody reads it in blocks. A quarter of that costs the driver three times
+the processor's time over Ray (``benchmarks.driver``)."""
 
 
 class InferenceEngineClient:
@@ -161,7 +162,7 @@ class InferenceEngineClient:
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
         request = self._request(prompt_token_ids, sampling, priority)
-        is_long = request.sampling.max_tokens > _CARRIED_BLOCK_TOKENS
+        is_long = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS
         streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable and is_long)
         num_restarts = 0
         while True:
@@ -242,7 +243,7 @@ class InferenceEngineClient:
             prompt_token_ids=token_ids(prompt_token_ids),
             sampling=replace(sampling, max_tokens=budget, min_tokens=min(sampling.min_tokens, budget), stop=()),
             priority=priority,
-            stream_interval=None if sampling.stop else _CARRIED_BLOCK_TOKENS,
+            stream_interval=None if sampling.stop else CARRIED_BLOCK_TOKENS,
         )
 
     @contextmanager

@@ -60,6 +60,8 @@ class SimulationSettings:
     half_speed_requests: float = 170.0
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
+    carries_tokens: bool = False
+    """Answers come in blocks, as from engines in other processes."""
     oldest_weight: float | None = None
     """Weight of the oldest requests, see ``inference.placement``; None: the default of real runs, 1: all alike."""
     mean_tokens: float = 1000.0
@@ -186,6 +188,7 @@ class Simulation:
             [engine_around(engine) for engine in self.engines],
             tokenizer=_NoText(),
             max_model_len=settings.max_tokens + 1000,
+            carries_tokens=settings.carries_tokens,
             engine_wait_s=settings.engine_wait_s,
             placement=placement(config),
         )

@@ -5,7 +5,6 @@ The driver's event loop never waits for a request, and a request never waits for
 
 import asyncio
 import ctypes
-import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.forwarding import Forwarding
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.runtime.garbage import collect_rarely
 
 if TYPE_CHECKING:
     from skyrl_async.inference.client import InferenceEngineClient
@@ -41,9 +41,8 @@ class EndpointSettings:
 
 
 def _prepare_memory() -> None:
-    """Exempt imported objects from garbage collection, and return freed large blocks to the system. Call it before serving."""
-    gc.collect()
-    gc.freeze()  # a collection would go through half a million objects, and hold up every stream for that long
+    """Collect garbage rarely, and return freed large blocks to the system. Call it before serving."""
+    collect_rarely()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
