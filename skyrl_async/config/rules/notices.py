@@ -8,6 +8,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
+import psutil
 from omegaconf import OmegaConf
 
 from skyrl_async.config.rules.algorithm import sequence_settings
@@ -35,6 +36,8 @@ _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
 _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
 _LARGEST_GSPO_BOUND = 0.05
+_BYTES_PER_TOKEN = 9
+"""Of a row in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``)."""
 _IN_THE_REWARD = {
     KlEstimator.k2: "has next to no force near the reference, and may push away from it",
     KlEstimator.k3: "pulls as KL(policy, reference) does and pushes as KL(reference, policy) would pull, which near the reference cancel",
@@ -157,6 +160,7 @@ def advice(config: Config) -> list[str]:
         *_advice_on_divergence(config),
         *_advice_on_sequences(config),
         *_advice_on_schedule(config),
+        *_advice_on_memory(config),
     ]
 
 
@@ -209,4 +213,19 @@ def _advice_on_schedule(config: Config) -> Iterator[str]:
             f"training.lr_schedule={schedule.name} is laid over all steps that trainer.num_epochs={trainer.num_epochs} hold, and "
             "trainer.fully_async.sample_full_batch=true filters groups, so that there will be fewer: the learning rate does not come down "
             "to 0; set trainer.num_steps, or training.lr_schedule=constant"
+        )
+
+
+def _advice_on_memory(config: Config) -> Iterator[str]:
+    """All rows that the staleness bound lets be sampled and not trained, each as long as it may become."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    num_rows = trainer.policy_mini_batch_size * (trainer.staleness_bound + 1) * config.generator.n_samples_per_prompt
+    longest = config.engine.max_model_len or config.generator.sampling.max_tokens
+    num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * algorithm.uses_reference)
+    if num_bytes > (there := psutil.virtual_memory().total):
+        yield (
+            f"trainer.policy_mini_batch_size={trainer.policy_mini_batch_size} x {trainer.staleness_bound + 1} "
+            f"(trainer.max_staleness_steps + 1) x generator.n_samples_per_prompt={config.generator.n_samples_per_prompt} rows of up to "
+            f"{longest:,} tokens may take {num_bytes / 1e9:,.0f} GB in this process, on a machine with {there / 1e9:,.0f} GB: lower "
+            "one of them, or engine.max_model_len, unless answers are much shorter"
         )

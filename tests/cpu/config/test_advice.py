@@ -76,3 +76,17 @@ def test_a_falling_learning_rate_over_steps_that_will_not_happen() -> None:
     assert found.endswith("set trainer.num_steps, or training.lr_schedule=constant")
     assert advice(config_of(*filtered, "training.lr_schedule=constant")) == []
     assert advice(config_of("trainer.num_steps=null")) == advice(config_of(filtered[1])) == []
+
+
+def test_rows_that_the_trainers_memory_cannot_hold_are_said_with_all_their_factors() -> None:
+    huge = (
+        "trainer.policy_mini_batch_size=2048",
+        "generator.n_samples_per_prompt=64",
+        "engine.max_model_len=100000000",
+    )
+    (found,) = advice(config_of(*huge, "trainer.max_staleness_steps=3"))
+    assert (
+        "policy_mini_batch_size=2048 x 4 (trainer.max_staleness_steps + 1) x generator.n_samples_per_prompt=64" in found
+    )
+    assert "rows of up to 100,000,000 tokens may take 471,859 GB in this process" in found
+    assert advice(config_of(*huge[:1], "trainer.max_staleness_steps=3")) == []
