@@ -37,7 +37,7 @@ _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
 _LARGEST_GSPO_BOUND = 0.05
 _BYTES_PER_TOKEN = 9
-"""Of a row in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``)."""
+"""A row takes these in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``)."""
 _IN_THE_REWARD = {
     KlEstimator.k2: "has next to no force near the reference, and may push away from it",
     KlEstimator.k3: "pulls as KL(policy, reference) does and pushes as KL(reference, policy) would pull, which near the reference cancel",
