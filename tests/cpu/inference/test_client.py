@@ -161,12 +161,12 @@ def test_a_client_that_carries_tokens_takes_those_of_a_whole_generation_to_anoth
         user = client(first, second, carries_tokens=True)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kill_after(1.0, first))
-            completion = await user.generate_tokens((1,), SamplingParams(max_tokens=500))
+            completion = await user.generate_tokens((1,), SamplingParams(max_tokens=2000))
         assert completion.token_ids.tolist() == [i % 100 for i in range(200)]
         assert completion.num_aborts == 1
         [asked] = second.requests
         assert asked.num_sampled_tokens == len(asked.prompt_token_ids) - 1 == 96
-        assert asked.sampling.max_tokens == 500 - 96
+        assert asked.sampling.max_tokens == 2000 - 96
         assert user.num_abandoned_tokens == 0
 
     run_in_virtual_time(main())

@@ -18,7 +18,8 @@ from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.types import Completion, EngineOutput, EngineRequest, SamplingParams
 
 ANSWER = [i % 100 for i in range(200)]
-SAMPLING = SamplingParams(max_tokens=500)
+SAMPLING = SamplingParams(max_tokens=2000)
+"""More than a block of tokens, so that engines send blocks."""
 
 
 class NoText:
