@@ -43,11 +43,11 @@ class DeepSpeedBackend(ShardedBackend):
     def _build(self, model: nn.Module) -> nn.Module:
         """Make the engine. Forwards must call it, not the model: it prepares each backward."""
         if self._settings.mixed_precision:
-            _compute_in_bfloat16(model, self._device)
+            # Weights and gradients stay float32.
+            model.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(model.forward)
         self._take(model.to(self._device))
         config = engine_config(self._deepspeed, self._settings.deepspeed_json, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
-        self._zero_optimizer = self._engine.optimizer if self._deepspeed.zero_stage else None
         self._zero = ZeroState(self._engine, self._optimizer, self._trained, self._deepspeed.zero_stage)
         return self._engine
 
@@ -65,7 +65,7 @@ class DeepSpeedBackend(ShardedBackend):
         if not self._has_gradients:
             self._make_zero_gradients()
         self._has_gradients = False
-        step = self._step_replicated if self._zero_optimizer is None else self._step_zero
+        step = self._step_zero if self._deepspeed.zero_stage else self._step_replicated
         norm = step(denominator)
         if not math.isfinite(norm):
             raise TrainingError(
@@ -76,8 +76,7 @@ class DeepSpeedBackend(ShardedBackend):
 
     def _step_zero(self, denominator: float) -> float:
         """Have DeepSpeed divide by ``denominator`` as its loss scale, which is 1 in every backward. It skips a step of infinite norm."""
-        optimizer = self._zero_optimizer
-        assert optimizer is not None
+        optimizer = self._engine.optimizer
         optimizer.loss_scale, optimizer.clip_grad = denominator, self._settings.max_grad_norm
         try:
             self._engine.step()
@@ -193,21 +192,6 @@ def _initialize(
     return engine
 
 
-def _compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Run forwards and backwards under torch's autocast to bfloat16. Weights and gradients stay float32."""
-    contexts: list[torch.autocast] = []
-
-    def enter(*_: Any) -> None:
-        contexts.append(torch.autocast(device.type, dtype=torch.bfloat16))
-        contexts[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        contexts.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
-
-
 class ZeroState:
     """Reads and writes what ZeRO's ranks hold in parts, one full float32 tensor at a time: parameters and Adam's moments.
 
@@ -299,12 +283,10 @@ class ZeroState:
 
     def _holders(self) -> list[Tensor]:
         """The tensors that torch's optimizer steps: the parameters, or ZeRO's flat parts of them."""
-        if self._zero is None:
+        zero = self._zero
+        if zero is None:
             return list(self.parameters.values())
-        flat: list[Tensor] = (
-            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
-        )
-        return flat
+        return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
 
     def _set_partition(self, parameter: nn.Parameter, full: Tensor, key: str | None = None) -> None:
         """Set this rank's part. Zeros fill up the last rank's, which DeepSpeed's own function does not handle."""
@@ -320,10 +302,9 @@ def engine_config(settings: DeepSpeedConfig, json_keys: Mapping[str, Any] | None
     config = dict(json_keys or {})
     zero: dict[str, Any] = {"overlap_comm": False} | config.get("zero_optimization", {})
     zero["stage"] = settings.zero_stage
-    if settings.offload_optimizer:
-        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
-    if settings.offload_param:
-        zero.setdefault("offload_param", {"device": "cpu", "pin_memory": True})
+    for part in ("offload_optimizer", "offload_param"):
+        if getattr(settings, part):
+            zero.setdefault(part, {"device": "cpu", "pin_memory": True})
     ours = {
         "zero_optimization": zero,
         "train_batch_size": num_ranks,
