@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
 from skyrl_async.config.rules.device_plan import DevicePlan, Unit
-from skyrl_async.config.rules.devices import engine_device, training_device
-from skyrl_async.config.rules.placement import device_plan, device_unit, num_cpu_slots
-from skyrl_async.config.schema.fields import Device
+from skyrl_async.config.rules.placement import (
+    device_plan,
+    device_unit,
+    gpus_per_engine,
+    gpus_per_worker,
+    num_cpu_slots,
+)
 from skyrl_async.config.schema.run import Config, PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError, EngineStartError
 
@@ -188,23 +192,14 @@ def engine_resources(config: Config, reserved: ReservedDevices | None, names: Se
                 "remove an engine first"
             )
         return replace(resources, strategies=tuple(resources.strategies[place] for place in places))
-    engine, num_gpus = config.engine, config.placement.num_gpus_per_engine
-    default = engine.tensor_parallel_size if engine_device(engine) is Device.cuda else 0.0
-    return ActorResources(
-        num_cpus=config.placement.num_cpus_per_engine,
-        num_gpus=default if num_gpus is None else num_gpus,
-    )
+    return ActorResources(num_cpus=config.placement.num_cpus_per_engine, num_gpus=gpus_per_engine(config))
 
 
 def worker_resources(config: Config, reserved: ReservedDevices | None, stage: str) -> ActorResources:
     """What Ray reserves for each worker of ``policy``, ``ref`` or ``logp``."""
     if reserved is not None:
         return reserved.resources(stage)
-    num_gpus = config.placement.num_gpus_per_worker
-    default = 1.0 if training_device(config.training) is Device.cuda else 0.0
-    return ActorResources(
-        num_cpus=config.placement.num_cpus_per_worker, num_gpus=default if num_gpus is None else num_gpus
-    )
+    return ActorResources(num_cpus=config.placement.num_cpus_per_worker, num_gpus=gpus_per_worker(config))
 
 
 def _bundle_sizes(plan: DevicePlan) -> list[int]:

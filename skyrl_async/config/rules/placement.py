@@ -83,6 +83,20 @@ def num_cpu_slots(placement: PlacementConfig) -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def gpus_per_engine(config: Config) -> float:
+    """GPUs that each engine reserves, without groups."""
+    if config.placement.num_gpus_per_engine is not None:
+        return config.placement.num_gpus_per_engine
+    return config.engine.tensor_parallel_size if engine_device(config.engine) is Device.cuda else 0
+
+
+def gpus_per_worker(config: Config) -> float:
+    """GPUs that each worker of training reserves, without groups."""
+    if config.placement.num_gpus_per_worker is not None:
+        return config.placement.num_gpus_per_worker
+    return 1 if training_device(config.training) is Device.cuda else 0
+
+
 def rules(config: Config) -> Iterator[str]:
     """What can be known before there is a cluster."""
     if config.placement.ray_address == "local":
@@ -105,11 +119,7 @@ def _machine_rules(config: Config) -> Iterator[str]:
             f"engine.device={engine.device.name} needs the distribution {distribution}, which is not installed: "
             f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
         )
-    per_engine, per_worker = placement.num_gpus_per_engine, placement.num_gpus_per_worker
-    if per_engine is None:
-        per_engine = engine.tensor_parallel_size if on_gpus else 0
-    if per_worker is None:
-        per_worker = 1 if training_device(training) is Device.cuda else 0
+    per_engine, per_worker = gpus_per_engine(config), gpus_per_worker(config)
     num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
     needed = engine.num_engines * per_engine + num_workers * per_worker
     if placement.groups is None and needed > 0 and needed > num_gpus():
