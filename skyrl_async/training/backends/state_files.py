@@ -35,8 +35,7 @@ def write_state(directory: Path, state: dict[str, Any], num_steps: int) -> None:
 
     Raises ``OSError``; or, on every rank if one fails, torch's ``CheckpointException``, which is no ``Exception``.
     """
-    writer = dcp.FileSystemWriter(directory / _STATE_DIRECTORY, sync_files=True)
-    dcp.save(state, storage_writer=writer)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory / _STATE_DIRECTORY, sync_files=True))
     if dist.get_rank() == 0:
         save_state({"num_completed_steps": num_steps}, directory / _SCHEDULER_FILE)
 
@@ -59,15 +58,15 @@ def read_state(directory: Path, state: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def failing_together(rank: int, num_ranks: int) -> Iterator[None]:
+def failing_together() -> Iterator[None]:
     """A failure of the block on one rank becomes a ``CheckpointError`` on all. On return every rank has finished the block. Collective."""
     failure: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:
         failure = error
-    reasons: list[str | None] = [None] * num_ranks
-    dist.all_gather_object(reasons, None if failure is None else _reason(failure, rank))
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if failure is None else _reason(failure, dist.get_rank()))
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if failed or failure is not None:
         raise CheckpointError(failed[0] if failed else repr(failure)) from failure

@@ -22,8 +22,6 @@ class TrainedRows:
 
     directory: str | None
     """For the files; None: rows are not written."""
-    rank: int
-    num_ranks: int
     _micro_batches: list[tuple[tuple[Row, ...], Tensor]] = field(default_factory=list, init=False)
     _version: int = field(default=0, init=False)
 
@@ -44,8 +42,8 @@ class TrainedRows:
         try:
             path = self._write(Path(self.directory))
         except OSError as error:
-            failure = f"those of rank {self.rank} could not be written: {error}"
-        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * self.num_ranks
+            failure = f"those of rank {dist.get_rank()} could not be written: {error}"
+        of_ranks: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (path, failure))
         paths = [path for path, _ in of_ranks if path is not None]
         where = f"are in {' and '.join(paths)}" if paths else "are lost"
@@ -61,7 +59,7 @@ class TrainedRows:
         if not self._micro_batches:
             return None
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"version_{self._version:06d}_rank_{self.rank}.jsonl"
+        path = directory / f"version_{self._version:06d}_rank_{dist.get_rank()}.jsonl"
         path.write_text("".join(json.dumps(line, default=json_list) + "\n" for line in self._lines()))
         return str(path)
 

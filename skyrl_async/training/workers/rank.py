@@ -39,7 +39,6 @@ from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_d
 from skyrl_async.training.export.manifest import check_manifest, write_manifest
 from skyrl_async.training.export.staging import DeviceCopies, Staging
 from skyrl_async.training.protocol import SharedWeights
-from skyrl_async.training.rank_process import restore_rng_state, rng_state, seed_all
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
 from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
@@ -64,7 +63,7 @@ class PolicyRank:
         self._store: dist.Store | None = None
         self._staging = Staging()
         self._copies = DeviceCopies(torch.device(settings.device))
-        self._trained_rows = TrainedRows(directory=settings.bad_step_dir, rank=rank, num_ranks=num_ranks)
+        self._trained_rows = TrainedRows(directory=settings.bad_step_dir)
         self._objective = make_objective(settings)
         self._backend: ShardedBackend
         self._token_logprobs: TokenLogprobs
@@ -73,9 +72,8 @@ class PolicyRank:
 
     def open_store(self, host: str) -> int:
         """Open the store where the ranks meet, in this process (rank 0); returns its port."""
-        store = dist.TCPStore(host, 0, self._num_ranks, is_master=True, wait_for_workers=False)
-        self._store = store
-        return int(store.port)
+        self._store = dist.TCPStore(host, 0, self._num_ranks, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
 
     def start(
         self,
@@ -97,18 +95,15 @@ class PolicyRank:
         """
         if policy_path is not None:
             self._settings = replace(self._settings, policy_path=policy_path)
-        if self._settings.device == "cuda" and not torch.cuda.is_available():
+        is_on_gpu = self._settings.device == "cuda"
+        if is_on_gpu and not torch.cuda.is_available():
             raise ConfigError(
                 "training.device is cuda, but this machine has no usable CUDA device; set training.device=cpu"
             )
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self._settings.device == "cuda"
-            else torch.device("cpu")
-        )
-        if num_ranks_here is not None and device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+        if num_ranks_here is not None and is_on_gpu:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks_here))
-        if self._settings.is_deterministic and device.type == "cuda":
+        if self._settings.is_deterministic and is_on_gpu:
             # Before the group is made: torch then has NCCL choose sums that repeat. An operation without a repeating kernel raises.
             torch.use_deterministic_algorithms(True)
         if store_address is not None and self._store is None:
@@ -128,7 +123,7 @@ class PolicyRank:
 
     def _build(self, device: torch.device) -> None:
         settings = self._settings
-        seed_all(settings.seed + self._rank)
+        rank_process.seed_all(settings.seed + self._rank)
         model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
         self._model_type = str(model.config.model_type)
         self._device = device
@@ -303,12 +298,12 @@ class PolicyRank:
             CheckpointError: this rank or another could not write. Every rank raises it, so that none is left waiting.
         """
         self._require_training("be saved")
-        with failing_together(self._rank, self._num_ranks):
+        with failing_together():
             directory.mkdir(parents=True, exist_ok=True)
-        with failing_together(self._rank, self._num_ranks):
+        with failing_together():
             self._backend.save(directory)
-            save_state(rng_state(), directory / f"rng_{self._rank}.pt")
-        with failing_together(self._rank, self._num_ranks):
+            save_state(rank_process.rng_state(), directory / f"rng_{self._rank}.pt")
+        with failing_together():
             if self._rank == 0:
                 write_manifest(
                     directory,
@@ -330,7 +325,7 @@ class PolicyRank:
             self._backend.load(directory)
             rng_file = directory / f"rng_{self._rank}.pt"
             if rng_file.is_file():
-                restore_rng_state(torch.load(rng_file, weights_only=True))
+                rank_process.restore_rng_state(torch.load(rng_file, weights_only=True))
         except CheckpointError:
             raise
         except (Exception, CheckpointException) as error:
