@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.metrics.step import StepFigures
@@ -14,31 +15,23 @@ from skyrl_async.types import Group
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class Recorder:
-    """Records the figures of one run.
+    """Records the figures of one run."""
 
-    Args:
-        log: called with (step, values).
-        trace: gets one span per timed part.
-        log_groups: called with (policy version trained at, groups) for each step.
-        generation_counts: returns the counts of generation so far (finished groups, tokens, ...), which only grow.
-    """
+    log: Callable[[int, dict[str, float]], None]
+    """Called with (step, values)."""
+    trace: Trace
+    """Gets one span per timed part."""
+    log_groups: Callable[[int, Sequence[Group]], None]
+    """Called with (policy version trained at, groups) for each step."""
+    generation_counts: Callable[[], Mapping[str, int]]
+    """Returns the counts of generation so far (finished groups, tokens, ...), which only grow."""
+    totals: RunTotals = field(default_factory=RunTotals, init=False)
+    _logged_at: float = field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        *,
-        log: Callable[[int, dict[str, float]], None],
-        trace: Trace,
-        log_groups: Callable[[int, Sequence[Group]], None],
-        generation_counts: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self.log = log
-        self.log_groups = log_groups
-        self.totals = RunTotals()
-        self.trace = trace
-        self._generation_counts = generation_counts
-        self._counted = self._logged = generation_counts()
-        self._logged_at = 0.0
+    def __post_init__(self) -> None:
+        self._counted = self._logged = self.generation_counts()
 
     def start(self) -> None:
         """Start the clock of the first step."""
@@ -55,13 +48,13 @@ class Recorder:
 
     def count_generation(self) -> None:
         """Add the counts of generation since the last call to the totals."""
-        counts = self._generation_counts()
+        counts = self.generation_counts()
         self.totals.add_generation(_since(self._counted, counts))
         self._counted = counts
 
     def _generation_values(self) -> dict[str, float]:
         """Return the figures of generation since the last logged step."""
-        now, counts = asyncio.get_running_loop().time(), self._generation_counts()
+        now, counts = asyncio.get_running_loop().time(), self.generation_counts()
         new, seconds = _since(self._logged, counts), max(now - self._logged_at, 1e-9)
         self._logged, self._logged_at = counts, now
         return {
