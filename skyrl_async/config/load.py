@@ -5,7 +5,7 @@ overrides, group choices, yaml file ──> compose_config ──> load ──> 
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -46,7 +46,7 @@ def from_overrides(*overrides: str) -> Config:
 
 def to_yaml(config: Config) -> str:
     """Every key with its value, enums by name; ``--config`` reads it back."""
-    return yaml.safe_dump(_mapped(_plain(config), _without_interpolations), sort_keys=False)
+    return yaml.safe_dump(_without_interpolations(_plain(config)), sort_keys=False)
 
 
 def without_secrets(config: Config) -> dict[str, Any]:
@@ -141,9 +141,13 @@ def quoted(text: str) -> str:
     return str(QuotedString(_without_interpolations(text), Quote.double).with_quotes())
 
 
-def _without_interpolations(leaf: Any) -> Any:
-    """A text such that omegaconf takes its ``${...}`` for what they are; any other value as it is."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", leaf) if isinstance(leaf, str) else leaf
+def _without_interpolations(tree: Any) -> Any:
+    """``tree`` with every text in it such that omegaconf takes its ``${...}`` for what they are."""
+    if isinstance(tree, dict):
+        return {name: _without_interpolations(below) for name, below in tree.items()}
+    if isinstance(tree, list):
+        return [_without_interpolations(below) for below in tree]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree) if isinstance(tree, str) else tree
 
 
 def _checked_choice(override: Override, file: Path | None) -> str:
@@ -175,15 +179,6 @@ def _with_text(key: str, value: Any, written: Any) -> Any:
         return [_with_text(key, below, text) for below, text in zip(value, written, strict=True)]
     is_text = key in all_keys() and "text" in all_keys()[key].type_text
     return written if is_text and isinstance(value, int | float) and isinstance(written, str) else value
-
-
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """``tree`` with every value in it changed that is no list and no dictionary."""
-    if isinstance(tree, dict):
-        return {name: _mapped(below, change) for name, below in tree.items()}
-    if isinstance(tree, list):
-        return [_mapped(below, change) for below in tree]
-    return change(tree)
 
 
 def _set_leaves(tree: DictConfig, key: str, value: Any, mistakes: list[str], prefix: str = "") -> None:
