@@ -9,7 +9,7 @@ Neither pauses or loads anything: an engine that has received an update still sa
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -89,12 +89,12 @@ class WeightBroadcast:
         Raises ``PublishError`` if the broadcast breaks off in a new group although no engine died.
         """
         kept = set() if keep is None else {keep.path}
-        while receivers := [
+        while receivers := tuple(
             engine
             for engine in engines
             if isinstance(engine, ReceivingEngine) and self.must_receive(engine)
             if update.path not in self._held.get(engine, ())
-        ]:
+        ):
             outcome = await self._broadcast(receivers, update, kept)
             for engine in [engine for engine in receivers if engine.name in outcome.deaths]:
                 engines.remove(engine)
@@ -106,10 +106,9 @@ class WeightBroadcast:
                 ) from outcome.failures[0]
 
     async def _broadcast(
-        self, receivers: Sequence[ReceivingEngine], update: WeightUpdate, kept: Collection[str]
+        self, receivers: tuple[ReceivingEngine, ...], update: WeightUpdate, kept: Collection[str]
     ) -> _Outcome:
-        members = tuple(receivers)
-        outcome, self._members = _Outcome(was_used=members == self._members), ()
+        outcome, self._members = _Outcome(was_used=receivers == self._members), ()
         if not outcome.was_used:
             await self._open_group(receivers, outcome)
         if outcome.deaths:
@@ -131,7 +130,7 @@ class WeightBroadcast:
                 reason = f"{name} has not received version {update.version} {wait_s:g} s after it was sent"
                 outcome.deaths[name] = EngineDeadError(reason)
         if not outcome.deaths and not outcome.failures:
-            self._members = members
+            self._members = receivers
         return outcome
 
     async def _open_group(self, receivers: Sequence[ReceivingEngine], outcome: _Outcome) -> None:
@@ -162,10 +161,8 @@ class WeightBroadcast:
             outcome.failures.append(error)
 
 
-@asynccontextmanager
-async def from_files_alone(update: WeightUpdate) -> AsyncIterator[WeightUpdate]:
-    """Share nothing: engines load the file."""
-    yield update
+from_files_alone: ShareWeights = nullcontext
+"""Shares nothing: engines load the file."""
 
 
 def from_devices(policy: SendingPolicy) -> ShareWeights:
