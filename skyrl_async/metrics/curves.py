@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -31,7 +30,6 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     """Draw the run logged in ``metrics_jsonl`` to ``png``."""
     rows = read_steps(metrics_jsonl)
     figure = Figure(figsize=(13, 7.2), dpi=120, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     throughput = partial(_smoothed, name="generate/tokens_per_second", label="sampled", color=_GREEN)
     length = partial(_smoothed, name="generate/response_tokens_mean", label="trained", color=_PURPLE)
     idle = partial(_smoothed, name="trainer/idle_frac", label="idle", color=_RED, top=1.0, pattern="{x:.0%}")
@@ -60,10 +58,8 @@ def _style(axes: Axes, title: str, label: str) -> None:
     axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#bdc1c6")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#bdc1c6")
 
 
 def _finish(axes: Axes, rows: Rows) -> None:

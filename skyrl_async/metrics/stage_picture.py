@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -73,7 +72,6 @@ def draw_stages(
     panels = [(title, _within(read_stages(trace), begin, end, trace)) for title, trace in traces]
     heights = [0.8 + 0.36 * len({span.stage for span in spans}) for _, spans in panels]
     figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=120, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, spans) in zip(all_axes, panels, strict=True):
         _draw(axes, title, spans, [name for name in order if any(span.stage == name for span in spans)])
@@ -114,8 +112,7 @@ def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[s
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("seconds", fontsize=9)
     axes.tick_params(axis="x", labelsize=8.5)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
