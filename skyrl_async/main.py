@@ -361,11 +361,8 @@ class _Run:
 
 def _run_directory(config: Config) -> Path:
     """Make the run's directory."""
-    if config.trainer.output_dir is None:
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.task.name}_{os.getpid()}"
-        directory = Path("outputs") / name
-    else:
-        directory = Path(config.trainer.output_dir).expanduser()
+    name, given = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.task.name}_{os.getpid()}", config.trainer.output_dir
+    directory = Path("outputs", name) if given is None else Path(given).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
     return directory.absolute()
 

@@ -24,12 +24,7 @@ from skyrl_async.composition.data import (
     prepare_prompts,
 )
 from skyrl_async.composition.logprobs import check_logprobs
-from skyrl_async.composition.parts import (
-    Parts,
-    check_generator,
-    make_generator,
-    placement,
-)
+from skyrl_async.composition.parts import Parts, check_generator, make_generator, placement
 from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray

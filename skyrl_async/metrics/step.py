@@ -108,9 +108,8 @@ class StepFigures:
     @property
     def token_lags(self) -> Counter[int]:
         """Policy versions between sampling and training -> trained tokens."""
-        rows = (t for group in self.groups for t in group.trajectories)
         of_version: Counter[int] = Counter()
-        for row in rows:
+        for row in (t for group in self.groups for t in group.trajectories):
             for (_, begin), (version, end) in pairwise(((0, 0), *row.versions.spans)):
                 of_version[version] += int(np.count_nonzero(row.loss_mask[begin:end]))
         return Counter({self.trained_version - version: num for version, num in of_version.items() if num})

@@ -179,7 +179,5 @@ def _directory(cache_dir: Path, name: str, values: dict[str, object]) -> Path:
 
 @cache
 def _source_hash() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(sources)).hexdigest()

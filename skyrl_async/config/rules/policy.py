@@ -81,8 +81,7 @@ def _check_model(path: Path, found: str) -> None:
         )
     if not (path / "config.json").is_file():
         raise PolicyError(f"{found} has no config.json; give the directory of a Hugging Face model")
-    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
-    if not weights:
+    if not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         raise PolicyError(f"{found} has no weights (*.safetensors or *.bin); copy them beside its config.json")
     for index in path.glob("*.index.json"):
         _check_shards(index, found)

@@ -183,18 +183,15 @@ class FSDPBackend(ShardedBackend):
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
 
 
-def _shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool = False) -> None:
+def _shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool) -> None:
     """Shard a model per decoder layer over all ranks, in place.
 
     With ``cpu_offload``, shards, gradients and optimizer state stay in the host's memory. A layer is on ``device`` only while it computes.
     """
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (num_ranks,))
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if mixed_precision
-        else MixedPrecisionPolicy()
-    )
+    dtype = torch.bfloat16 if mixed_precision else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]

@@ -154,8 +154,7 @@ def lr_factor(num_completed_steps: int, settings: TrainingSettings) -> float:
         return (num_completed_steps + 1) / num_warmup_steps
     if schedule == "constant" or num_steps is None:
         return 1.0
-    progress = (num_completed_steps - num_warmup_steps) / max(num_steps - num_warmup_steps, 1)
-    progress = min(progress, 1.0)
+    progress = min(1.0, (num_completed_steps - num_warmup_steps) / max(num_steps - num_warmup_steps, 1))
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

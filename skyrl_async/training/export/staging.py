@@ -111,7 +111,7 @@ class DeviceCopies:
         with self._lock:
             self._drop_newest()
         copies: Copies = {}
-        has_room, is_complete = True, False
+        has_room = True
         try:
             for name, tensor in parameters:
                 if has_room:
@@ -119,11 +119,10 @@ class DeviceCopies:
                 yield name, tensor
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            is_complete = has_room
-        finally:
-            if not is_complete:
-                _close(copies)
-        if is_complete:
+        except BaseException:
+            _close(copies)
+            raise
+        if has_room:
             with self._lock:
                 self._newest, self._newest_version = copies, version
 

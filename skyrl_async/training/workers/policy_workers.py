@@ -6,7 +6,6 @@ says so. The whole group is closed then, and ``recovering`` starts another.
 
 import asyncio
 import contextlib
-import logging
 import os
 import uuid
 from collections import Counter
@@ -36,8 +35,6 @@ from skyrl_async.training.workers.rank_actor import (
     process_at,
 )
 from skyrl_async.weights.transfer_group import GroupPlace
-
-logger = logging.getLogger(__name__)
 
 Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
