@@ -54,9 +54,8 @@ def _comes_of_cancellation(failure: BaseException) -> bool:
         if isinstance(error, asyncio.CancelledError):
             return True
         is_timeout = isinstance(error, TimeoutError) and isinstance(error.__cause__, asyncio.CancelledError)
-        if is_timeout or isinstance(
-            error, BaseExceptionGroup
-        ):  # raised again out of a group that was looked into before
+        # A group is raised again out of one that was looked into before.
+        if is_timeout or isinstance(error, BaseExceptionGroup):
             return False
         seen.add(id(error))
         error = error.__cause__ or error.__context__

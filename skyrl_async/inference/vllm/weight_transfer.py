@@ -106,9 +106,7 @@ class WorkerExtension:
             threading.Thread(target=old.clear, name="freeing", daemon=True).start()  # takes longer than the swap
             return
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            initialize_layerwise_reload(
-                self._model()
-            )  # every layer gets back the parameters it had before it was packed
+            initialize_layerwise_reload(self._model())  # gives every layer the parameters it had before it was packed
             on_device = self._opened(shared, path) if shared else None
             for bucket in mapped_buckets(path, load_bucket_bytes) if on_device is None else [on_device]:
                 self._model().load_weights(bucket)
