@@ -54,16 +54,19 @@ def begins_with(whole: TokenIds, begin: TokenIds) -> bool:
 def json_list(values: "NDArray[Any] | VersionSpans") -> list[Any]:
     """One value per token as JSON; a mask as zeros and ones. For ``default`` of ``json.dumps``."""
     found = np.asarray(values)
-    listed: list[Any] = (found.view(np.int8) if found.dtype == np.bool_ else found).tolist()
-    return listed
+    return (found.view(np.int8) if found.dtype == np.bool_ else found).tolist()
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, not copied: ``dataclasses.asdict`` copies every token, which takes longer than writing them."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def have_equal_fields(one: Any, other: object) -> bool:
     """``==`` of two dataclasses some of whose fields are columns."""
-    names = [field.name for field in fields(one)]
     if type(one) is not type(other):
         return False
-    pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+    pairs = zip(fields_of(one).values(), fields_of(other).values(), strict=True)
     return all(a is b or (np.array_equal(a, b) if np.ndarray in (type(a), type(b)) else a == b) for a, b in pairs)
 
 

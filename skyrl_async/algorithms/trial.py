@@ -5,7 +5,7 @@ It raises ``ConfigError`` within a second for a mistake that would otherwise end
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.algorithms.reward_shaping import RewardShape, shaped_rewards
-from skyrl_async.columns import VersionSpans
+from skyrl_async.columns import VersionSpans, fields_of
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.registries import LossEntry
 from skyrl_async.samples import Sample
@@ -148,8 +148,7 @@ def _raised(loss: PolicyLossFn, tokens: LossTokens) -> Exception | None:
 
 
 def _first(num: int, tokens: LossTokens) -> LossTokens:
-    found = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    given = {key: value[:num].detach() for key, value in found.items() if value is not None}
+    given = {key: value[:num].detach() for key, value in fields_of(tokens).items() if value is not None}
     given["logprobs"].requires_grad_()
     return LossTokens(**given)
 

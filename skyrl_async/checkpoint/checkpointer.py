@@ -11,7 +11,6 @@ Does not know what the state means.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -19,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from skyrl_async.checkpoint.columns_file import ColumnsWriter, read_columns, with_columns
 from skyrl_async.checkpoint.files import read_json, verify, write_json, write_json_list, write_manifest
+from skyrl_async.columns import fields_of
 from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
@@ -156,19 +156,16 @@ class Checkpointer:
         self._begun.add(partial)
         partial.mkdir()
 
-    def _remove_cut_off(self, partial: Path) -> None:
-        """Remove earlier partial checkpoints. A policy saves one at a time: now that it has saved ``partial``, it writes into no other."""
-        for left in self._begun - {partial}:
-            shutil.rmtree(left, ignore_errors=True)
-        self._begun = {partial}
-
     def _complete(self, partial: Path, state: TrainerState, is_abandoned: threading.Event) -> Path:
         def check() -> None:
             if is_abandoned.is_set():
                 raise CheckpointError("it was abandoned")
 
-        self._remove_cut_off(partial)
-        fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _FILES}
+        # A policy saves one at a time: now that it has saved ``partial``, it writes into no earlier one.
+        for left in self._begun - {partial}:
+            shutil.rmtree(left, ignore_errors=True)
+        self._begun = {partial}
+        fields = {name: value for name, value in fields_of(state).items() if name not in _FILES}
         write_json(partial / "trainer_state.json", {"format": FORMAT, **fields})
         with ColumnsWriter(partial / _COLUMNS) as columns:
             write_json_list(partial / "groups.json", map(group_to_json, state.groups), columns)
@@ -306,7 +303,7 @@ def read_state(path: Path) -> TrainerState:
     groups = _as(tuple[Group, ...], path, "groups.json", read_json(path, "groups.json"), columns=columns)
     file = "running_groups.json"
     running = _as(tuple[RunningGroup, ...], path, file, read_json(path, file), columns=columns)
-    return dataclasses.replace(state, groups=groups, running=running)
+    return replace(state, groups=groups, running=running)
 
 
 def _as(kind: Any, path: Path, file: str, saved: Any, name: str = "", columns: Sequence[NDArray[Any]] = ()) -> Any:

@@ -16,11 +16,10 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.columns import TokenIds, token_ids
+from skyrl_async.columns import TokenIds, fields_of, token_ids
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.generation import (
     GenerationState,
@@ -179,7 +178,7 @@ class InferenceEngineClient:
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             text=text.finish()[0],
-            **_values(state.output(), EngineOutput) | {"num_aborts": state.num_aborts + num_restarts},
+            **fields_of(state.output()) | {"num_aborts": state.num_aborts + num_restarts},
         )
 
     async def collect_open_tokens(self) -> None:
@@ -203,9 +202,10 @@ class InferenceEngineClient:
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
         if not sampling.is_resumable:
-            yield _only_delta(
-                await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
-            )
+            whole = await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
+            in_one_block = fields_of(whole)
+            del in_one_block["prompt_token_ids"]
+            yield CompletionDelta(**in_one_block)
             return
         state = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText(self._tokenizer, sampling)
@@ -216,12 +216,12 @@ class InferenceEngineClient:
                 is_last = block.finish_reason is not None
                 if not len(block.token_ids) and not is_last:
                     continue  # an engine died, or was paused before its first token
-                whole = {
+                of_all = {
                     "num_aborts": state.num_aborts if is_last else 0,
                     "num_cached_tokens": state.num_cached_tokens or 0,
                 }
                 new_text = text.finish()[1] if is_last else text.take()
-                yield CompletionDelta(text=new_text, **_values(block, EngineOutput) | whole)
+                yield CompletionDelta(text=new_text, **fields_of(block) | of_all)
 
     def statistics(self) -> dict[str, float]:
         """Requests, tokens (delivered, and abandoned), aborts and engine failures so far, and the load now."""
@@ -282,17 +282,13 @@ class InferenceEngineClient:
                     yield block
         finally:
             self._counts["aborts"] += state.num_aborts
-            self._count_end(state)
-
-    def _count_end(self, state: GenerationState) -> None:
-        """Count the tokens of a generation that has ended or was cut off."""
-        if state.has_ended:
-            self._counts["tokens"] += state.num_tokens
-            record_tokens(state.num_tokens)
-        else:
-            num_tokens = len(state.partial_output().token_ids)
-            self._counts["abandoned_tokens"] += num_tokens
-            record_cut_off(num_tokens)
+            if state.has_ended:
+                self._counts["tokens"] += state.num_tokens
+                record_tokens(state.num_tokens)
+            else:
+                num_tokens = len(state.partial_output().token_ids)
+                self._counts["abandoned_tokens"] += num_tokens
+                record_cut_off(num_tokens)
 
     async def _call(
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
@@ -317,25 +313,12 @@ async def _until_stop_string(
     """Add the blocks to ``text`` and yield them. A stop string ends the block in which it ends, and ``state``."""
     async with aclosing(blocks):
         async for block in blocks:
-            num_kept = text.push(_text_tokens(block, text))
+            # A last end-of-sequence or stop token is text only on demand.
+            is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
+            num_kept = text.push(block.token_ids[:-1] if is_stopped else block.token_ids)
             if num_kept is not None:
                 num_before = state.num_tokens - len(block.token_ids)
                 state.truncate(num_kept)
                 yield head_of(block, max(0, num_kept - num_before))
                 return
             yield block
-
-
-def _text_tokens(block: EngineOutput, text: CompletionText) -> TokenIds:
-    """The tokens of a block that are text: a last end-of-sequence or stop token is text only on demand."""
-    is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
-    return block.token_ids[:-1] if is_stopped else block.token_ids
-
-
-def _only_delta(completion: Completion) -> CompletionDelta:
-    return CompletionDelta(**_values(completion, CompletionDelta))
-
-
-def _values(output: EngineOutput, kind: type[EngineOutput]) -> dict[str, Any]:
-    """The fields of ``kind`` in ``output``."""
-    return {field.name: getattr(output, field.name) for field in fields(kind)}

@@ -9,19 +9,15 @@ values. Does not know files, nor what a generator's own state means.
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from skyrl_async.columns import fields_of
 from skyrl_async.rollout.staleness import Admission
 from skyrl_async.types import Group, SamplingParams, Trajectory
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, not copied: ``dataclasses.asdict`` copies every token, which takes longer than writing them."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +182,7 @@ def admission_of(group: OpenGroup) -> Admission:
 
 def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
     """The parameters as ``json.loads`` would return them."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(sampling)))
-    return found
+    return json.loads(json.dumps(asdict(sampling)))
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -242,6 +237,5 @@ def from_json(kind: Any, saved: Any, name: str = "") -> Any:
 
 @cache
 def _reader_of(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(
-        tuple[kind], config=ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    )  # a dataclass alone takes no configuration
+    # A tuple, because a dataclass alone takes no configuration.
+    return TypeAdapter(tuple[kind], config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))

@@ -11,15 +11,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from skyrl_async.chat import ChatRenderer, Tool
-from skyrl_async.columns import TokenIds, VersionSpans
+from skyrl_async.columns import TokenIds, fields_of
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
+from skyrl_async.inference.generation import joined
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams
 
@@ -195,17 +194,8 @@ class Planned:
 
 def _joined(prompt_token_ids: TokenIds, deltas: Sequence[CompletionDelta]) -> Completion:
     """The completion that ``deltas``, at least one, are the blocks of."""
-    return Completion(
-        prompt_token_ids=prompt_token_ids,
-        token_ids=np.concatenate([delta.token_ids for delta in deltas]),
-        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
-        versions=VersionSpans.joined(delta.versions for delta in deltas),
-        text="".join(delta.text for delta in deltas),
-        finish_reason=deltas[-1].finish_reason or FinishReason.STOP,
-        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
-        num_aborts=sum(delta.num_aborts for delta in deltas),
-        num_cached_tokens=deltas[-1].num_cached_tokens,
-    )
+    text = "".join(delta.text for delta in deltas)
+    return Completion(prompt_token_ids=prompt_token_ids, text=text, **fields_of(joined(deltas)))
 
 
 def _stop_string(renderer: ChatRenderer, completion: Completion, sampling: SamplingParams) -> str | None:

@@ -11,10 +11,20 @@ from typing import Any, Self
 
 import numpy as np
 
-from skyrl_async.columns import NO_LOGPROBS, NO_TOKENS, Logprobs, Mask, TokenIds, VersionSpans, begins_with, token_ids
+from skyrl_async.columns import (
+    NO_LOGPROBS,
+    NO_TOKENS,
+    Logprobs,
+    Mask,
+    TokenIds,
+    VersionSpans,
+    begins_with,
+    fields_of,
+    token_ids,
+)
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
-from skyrl_async.rollout.group_state import SampleState, fields_of, from_json
+from skyrl_async.rollout.group_state import SampleState, from_json
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
 from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
 
