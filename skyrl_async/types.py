@@ -4,7 +4,6 @@ Everything here is plain, frozen and free of torch, ray and vllm, so that any pr
 read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -141,7 +140,7 @@ class EngineRequest:
     """Tokens per block of a stream; None: the engine's default."""
 
     def __post_init__(self) -> None:
-        _set_columns(self, {"prompt_token_ids": np.int32})
+        _set_columns(self)
 
     __eq__ = have_equal_fields
 
@@ -166,7 +165,7 @@ class EngineOutput:
     """Prompt tokens found in the (first) engine's prefix cache; the same in every block of a stream."""
 
     def __post_init__(self) -> None:
-        _set_columns(self, {"token_ids": np.int32, "logprobs": np.float32})
+        _set_columns(self)
 
     __eq__ = have_equal_fields
 
@@ -181,9 +180,6 @@ class Completion(EngineOutput):
     """Text of all ``token_ids``, decoded at once and cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
-
-    def __post_init__(self) -> None:
-        _set_columns(self, {"token_ids": np.int32, "logprobs": np.float32, "prompt_token_ids": np.int32})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -256,7 +252,7 @@ class Trajectory:
     Not part of a checkpoint."""
 
     def __post_init__(self) -> None:
-        _set_columns(self, _TRAJECTORY_COLUMNS)
+        _set_columns(self)
         num_tokens = len(self.response_token_ids)
         for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "marks"):
             values = getattr(self, name)
@@ -274,7 +270,8 @@ class Trajectory:
         return int(np.count_nonzero(self.loss_mask))
 
 
-_TRAJECTORY_COLUMNS = {
+_COLUMNS = {
+    "token_ids": np.int32,
     "prompt_token_ids": np.int32,
     "response_token_ids": np.int32,
     "loss_mask": np.bool_,
@@ -285,10 +282,10 @@ _TRAJECTORY_COLUMNS = {
 }
 
 
-def _set_columns(value: Any, dtypes: Mapping[str, type[np.generic]]) -> None:
-    """Make columns of the fields in ``dtypes`` and of ``versions``. Raises ``ValueError`` that names the field."""
-    for name, dtype in dtypes.items():
-        if (given := getattr(value, name)) is not None:
+def _set_columns(value: Any) -> None:
+    """Make columns of the fields named in ``_COLUMNS`` and of ``versions``. Raises ``ValueError`` that names the field."""
+    for name, dtype in _COLUMNS.items():
+        if (given := getattr(value, name, None)) is not None:
             object.__setattr__(value, name, column(given, dtype, f"{type(value).__name__}.{name}"))
     if hasattr(value, "versions"):
         object.__setattr__(value, "versions", VersionSpans.of(value.versions, f"{type(value).__name__}.versions"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import TokenIds, column
+from skyrl_async.columns import TokenIds
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
@@ -118,7 +118,7 @@ class ModelledGenerator:
         saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
-        prompt = column([ord(c) for c in request.prompt.uid], np.int32)
+        prompt = [ord(c) for c in request.prompt.uid]
         completion = await self._sampler.generate_tokens(
             prompt,
             replace(request.sampling, seed=seed),

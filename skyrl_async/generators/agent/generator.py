@@ -18,9 +18,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import numpy as np
-
-from skyrl_async.columns import NO_LOGPROBS, NO_TOKENS, VersionSpans
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
@@ -36,10 +34,10 @@ logger = logging.getLogger(__name__)
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
 _UNSAMPLED = Trajectory(
-    prompt_token_ids=NO_TOKENS,
-    response_token_ids=NO_TOKENS,
-    loss_mask=np.zeros(0, np.bool_),
-    logprobs=NO_LOGPROBS,
+    prompt_token_ids=(),
+    response_token_ids=(),
+    loss_mask=(),
+    logprobs=(),
     versions=VersionSpans(),
     reward=0.0,
     num_turns=0,

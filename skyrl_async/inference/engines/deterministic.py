@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import logging as transformers_logging
 
-from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column, token_ids
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation import OpenCalls, joined
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
@@ -64,7 +63,11 @@ class DeterministicEngine:
     ) -> None:
         self.name = name
         """Name given."""
-        self._model = _load_model(str(policy_dir))
+        transformers_logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            str(policy_dir), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        self._model = model.eval().requires_grad_(False)
         self._stop_token_ids = frozenset(eos_token_ids(str(policy_dir)))
         self._validator = UpdateValidator(str(policy_dir), adapter_rank)
         self._adapters = MergedAdapters(self._model.state_dict())
@@ -115,10 +118,8 @@ class DeterministicEngine:
     def _sample(self, request: EngineRequest, sequence: "_Sequence") -> EngineOutput:
         token, logprobs = sequence.sample_next(self._num_loads)
         return EngineOutput(
-            token_ids=token_ids((token,)),
-            logprobs=column((float(logprobs[token]),), np.float32)
-            if request.sampling.reports_logprobs
-            else NO_LOGPROBS,
+            token_ids=(token,),
+            logprobs=(float(logprobs[token]),) if request.sampling.reports_logprobs else (),
             versions=VersionSpans.constant(self._version, 1),
             finish_reason=self._finish_reason(request, sequence, token),
             top_logprobs=_top_logprobs(logprobs, request.sampling.num_top_logprobs),
@@ -320,11 +321,3 @@ def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLog
     values, tokens = logprobs.topk(min(num_top_logprobs, len(logprobs)))
     found = zip(tokens.tolist(), values.tolist(), strict=True)
     return (tuple((token, value) for token, value in found if value > -math.inf),)
-
-
-def _load_model(policy_dir: str) -> Any:
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        policy_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-    return model.eval().requires_grad_(False)

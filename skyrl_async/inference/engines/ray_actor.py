@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 
-from skyrl_async.columns import token_ids
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.generation import (
     GenerationState,
@@ -60,9 +59,7 @@ class EngineActor:
     async def start(self) -> StartedEngine:
         """Boot, and sample one token: vLLM boots with models that its kernels for the device then turn out not to support."""
         self._engine = await VLLMEngine.start(self._config)
-        request = EngineRequest(
-            request_id="boot", prompt_token_ids=token_ids((0,)), sampling=SamplingParams(max_tokens=1)
-        )
+        request = EngineRequest(request_id="boot", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))
         try:
             await self._engine.generate(request)
         except EngineDeadError as error:
