@@ -97,12 +97,11 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
     async def _send(self, arguments: dict[str, Any]) -> ChatCompletion:
         """Raises ``OutageError`` if nothing answers, or nothing can be sampled there."""
         try:
-            reply: ChatCompletion = await self._client.chat.completions.create(**arguments)
+            return await self._client.chat.completions.create(**arguments)
         except APIError as error:
             if _is_outage(error):
                 raise OutageError(str(self._failure(error))) from error
             raise
-        return reply
 
     def _arguments(self, request: TurnRequest) -> dict[str, Any]:
         sampling = request.sampling

@@ -39,7 +39,8 @@ class ChatRenderer:
                 "policy.path must hold a tokenizer with a chat template, got one without; add chat_template.jinja to "
                 "the directory or set chat_template in its tokenizer_config.json"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        """The tokenizer, whose template is rendered."""
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
         self._speller = Speller(tokenizer)
@@ -48,14 +49,9 @@ class ChatRenderer:
         self._backend.no_padding()
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer, whose template is rendered."""
-        return self._tokenizer
-
-    @property
     def vocab_size(self) -> int:
         """Number of token ids; every id is below it."""
-        return len(self._tokenizer)
+        return len(self.tokenizer)
 
     def render(
         self,
@@ -121,12 +117,8 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False) -> str:
         """The text of ``token_ids``, with U+FFFD for bytes that are no characters."""
-        text = self._tokenizer.decode(
-            column(token_ids, np.int32).tolist(),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return str(text)
+        ids = column(token_ids, np.int32).tolist()
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token in a text. A special token has the bytes of its name."""
@@ -195,7 +187,7 @@ class ChatRenderer:
         self, messages: list[Message], tools: Sequence[Tool] | None, add_generation_prompt: bool
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) if tools else None,
                 tokenize=False,
@@ -203,7 +195,6 @@ class ChatRenderer:
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
-        return str(text)
 
     def encode(self, text: str, *, limit: int | None = None, num_before: int = 0) -> TokenIds:
         """(T,) int32 token ids of ``text``, without adding special tokens. Lets other threads run meanwhile.
@@ -217,9 +208,8 @@ class ChatRenderer:
                 raise PromptTooLongError(fewest, limit, num_characters=len(text))
         ids = column(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         if len(text) > _HUGE_TEXT and hasattr(_LIBC, "malloc_trim"):
-            _LIBC.malloc_trim(
-                0
-            )  # the tokenizer took a hundred bytes per token in small blocks, which glibc would not return
+            # The tokenizer took a hundred bytes per token in small blocks, which glibc would not return.
+            _LIBC.malloc_trim(0)
         return ids
 
 

@@ -65,8 +65,8 @@ class RayEngine:
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
         with self._cancelled_with_caller(request.request_id), self._as_own_errors():
-            output: EngineOutput = await self._actor.generate.remote(request)
-            return joined([output])  # a copy: long columns lie in Ray's object store, which has little memory
+            # A copy: long columns lie in Ray's object store, which has little memory.
+            return joined([await self._actor.generate.remote(request)])
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``."""
@@ -76,10 +76,7 @@ class RayEngine:
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """``InferenceEngine.partial_outputs``."""
-        outputs: dict[str, EngineOutput] = await self._answer(
-            "partial_outputs", self._actor.partial_outputs.remote(tuple(request_ids))
-        )
-        return outputs
+        return await self._answer("partial_outputs", self._actor.partial_outputs.remote(tuple(request_ids)))
 
     async def pause(self, mode: PauseMode) -> None:
         """``InferenceEngine.pause``."""
@@ -108,18 +105,15 @@ class RayEngine:
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``InferenceEngine.switch_weights``."""
         deadlines_s = 3 * self._started.call_timeout_s  # for checking an adapter's layers, pausing and loading
-        seconds: float = await self._control_in_order("switch_weights", update, mode, timeout_s=deadlines_s)
-        return seconds
+        return await self._control_in_order("switch_weights", update, mode, timeout_s=deadlines_s)
 
     async def version(self) -> int:
         """``InferenceEngine.version``."""
-        version: int = await self._control("version")
-        return version
+        return await self._control("version")
 
     async def checksum(self) -> str:
         """``InferenceEngine.checksum``."""
-        checksum: str = await self._control_in_order("checksum", timeout_s=self._started.checksum_timeout_s)
-        return checksum
+        return await self._control_in_order("checksum", timeout_s=self._started.checksum_timeout_s)
 
     async def ping(self) -> None:
         """``InferenceEngine.ping``."""
@@ -132,8 +126,7 @@ class RayEngine:
 
     async def statistics(self) -> dict[str, int]:
         """``VLLMEngine.statistics``."""
-        statistics: dict[str, int] = await self._control("statistics")
-        return statistics
+        return await self._control("statistics")
 
     async def close(self) -> None:
         """``InferenceEngine.close``. The actor and all its processes are killed."""
