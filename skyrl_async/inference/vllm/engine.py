@@ -37,7 +37,6 @@ from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpda
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -96,9 +95,7 @@ class VLLMEngine:
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
-        from vllm.sampling_params import RequestOutputKind
-
-        async with contextlib.aclosing(self._run(request, RequestOutputKind.FINAL_ONLY)) as outputs:
+        async with contextlib.aclosing(self._run(request, streams=False)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
                 num_top_logprobs = request.sampling.num_top_logprobs
@@ -108,12 +105,10 @@ class VLLMEngine:
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``. The first block is a single token, unless the request sets the interval."""
-        from vllm.sampling_params import RequestOutputKind
-
         num_sent = 0
         tracked: Any = None
         held: EngineOutput | None = None
-        async with contextlib.aclosing(self._run(request, RequestOutputKind.DELTA)) as outputs:
+        async with contextlib.aclosing(self._run(request, streams=True)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
                 if completion.finish_reason is None:
@@ -227,8 +222,14 @@ class VLLMEngine:
         self._validator.check(update)
         if update.is_compared:
             await asyncio.to_thread(require_as_sent, update)
+        left_out: list[str] = []
         if self._adapter is not None:
-            await self._check_layers(self._adapter, update)
+            left_out = await self._control("compare layers", self._adapter.layers_without_adapters, update)
+        if left_out:
+            raise PublishError(
+                f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
+                "policy.lora.exclude_modules, or set policy.lora.publish=merged"
+            )
         return update
 
     async def _load_checked(self, update: WeightUpdate) -> None:
@@ -239,13 +240,6 @@ class VLLMEngine:
             raise
         self._validator.accept(update)
         self._version = update.version
-
-    async def _check_layers(self, adapter: AdapterSlot, update: WeightUpdate) -> None:
-        if left_out := await self._control("compare layers", adapter.layers_without_adapters, update):
-            raise PublishError(
-                f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
-                "policy.lora.exclude_modules, or set policy.lora.publish=merged"
-            )
 
     async def _load(self, update: WeightUpdate) -> None:
         loading: Coroutine[Any, Any, Any]
@@ -305,9 +299,7 @@ class VLLMEngine:
         """``InferenceEngine.close``."""
         self._kill("closed")
 
-    async def _run(
-        self, request: EngineRequest, output_kind: "RequestOutputKind"
-    ) -> "AsyncGenerator[RequestOutput, None]":
+    async def _run(self, request: EngineRequest, *, streams: bool) -> "AsyncGenerator[RequestOutput, None]":
         """Yield vLLM's outputs of one request, and raise its errors as ours."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
@@ -328,7 +320,7 @@ class VLLMEngine:
         try:
             params = vllm_sampling_params(
                 request,
-                output_kind=output_kind,
+                streams=streams,
                 stop_token_ids=self._stop_token_ids,
                 stream_interval=self._config.stream_interval,
             )
@@ -355,8 +347,7 @@ class VLLMEngine:
 
     async def _on_workers(self, what: str, method: str, *args: Any) -> list[Any]:
         """The answers of a method of ``WorkerExtension`` on every worker."""
-        answers: list[Any] = await self._control(what, self._llm.collective_rpc, method, args=args)
-        return answers
+        return await self._control(what, self._llm.collective_rpc, method, args=args)
 
     async def _in_worker_threads(
         self, what: str, update: WeightUpdate, timeout_s: float | None, *args: Any

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column, token_ids
+from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column
 from skyrl_async.errors import InferenceError
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, StructuredOutput, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, WeightVersionSpan
-    from vllm.sampling_params import RequestOutputKind
 
 _SAME_IN_VLLM = (
     *("max_tokens", "min_tokens", "ignore_eos", "temperature", "top_p", "top_k", "min_p"),
@@ -23,10 +22,10 @@ _SAME_IN_VLLM = (
 
 
 def vllm_sampling_params(
-    request: EngineRequest, *, output_kind: "RequestOutputKind", stop_token_ids: list[int], stream_interval: int
+    request: EngineRequest, *, streams: bool, stop_token_ids: list[int], stream_interval: int
 ) -> Any:
     """vLLM's ``SamplingParams``; ``stream_interval`` applies if the request sets none. Raises vLLM's own errors."""
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
     params = SamplingParams(
@@ -38,7 +37,7 @@ def vllm_sampling_params(
         logprobs=sampling.num_top_logprobs if sampling.reports_logprobs else None,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=output_kind,
+        output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
         stream_interval=request.stream_interval or stream_interval,
         skip_clone=True,
     )
@@ -77,7 +76,7 @@ def engine_output(
             logprobs = logprobs[flat.start_indices]
             top_logprobs = _top_logprobs(flat, num_top_logprobs)
     return EngineOutput(
-        token_ids=token_ids(completion.token_ids),
+        token_ids=completion.token_ids,
         logprobs=logprobs,
         versions=versions,
         finish_reason=reason,
