@@ -101,7 +101,8 @@ class FullyAsyncTrainer:
     @property
     def checkpoint_failure(self) -> CheckpointError | None:
         """Why the last checkpoint was not written; None when it was."""
-        return self._saver.failure
+        checkpointer = self._saver.checkpointer
+        return None if checkpointer is None else checkpointer.failure
 
     @property
     def newest_checkpoint(self) -> Path | None:
@@ -157,8 +158,9 @@ class FullyAsyncTrainer:
 
     async def _train(self) -> None:
         await self._weight_update.publish_first(self.served_version)
-        if self._config.eval_only or self.totals.reward_before is None:
-            self.first_evaluation = await self._validation.before_training()
+        is_first = self.totals.reward_before is None
+        if self._config.eval_only or (is_first and self._config.eval_before_train):
+            self.first_evaluation = await self._validation.evaluate_alone()
         if self._config.eval_only:
             return
         if self.first_evaluation is not None:
@@ -182,7 +184,7 @@ class FullyAsyncTrainer:
         self._run.recorder.count_generation()
         self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._run.buffer.snapshot())
         try:
-            if after := await self._validation.at_the_end():
+            if self._config.eval_at_end and (after := await self._validation.evaluate_alone()):
                 self.reward_after = after.reward
         except _LEAVES_POLICY_INTACT as error:
             logger.exception("the last evaluation failed; training is complete")

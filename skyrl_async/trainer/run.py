@@ -30,17 +30,14 @@ def is_due(interval: int, version: int) -> bool:
     return bool(interval) and version % interval == 0
 
 
-LogGroups = Callable[[int, Sequence[Group]], None]
-"""Takes (policy version trained at, groups) of each step."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerCallbacks:
     """Functions that receive what a trainer reports."""
 
     log: Callable[[int, dict[str, float]], None]
     """Takes (step, values by metric name)."""
-    log_groups: LogGroups = lambda version, groups: None
+    log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None
+    """Takes (policy version trained at, groups) of each step."""
     show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
     """Takes one line per rollout or stage without progress."""
 

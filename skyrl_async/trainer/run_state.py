@@ -12,7 +12,6 @@ from pathlib import Path
 
 from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
-from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import OpenGroup, RunningGroup, admission_of
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -45,11 +44,6 @@ class RunSaver:
     def num_failures(self) -> int:
         """Checkpoints that could not be written."""
         return self.checkpointer.num_failures if self.checkpointer is not None else 0
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """Why the last checkpoint was not written; None when it was."""
-        return self.checkpointer.failure if self.checkpointer is not None else None
 
     async def restore(self, checkpoint: Path) -> None:
         """Restore every part as it was when the checkpoint was taken. Raises ``CheckpointError``.

@@ -26,7 +26,7 @@ from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.samples import samples_of
-from skyrl_async.trainer.run import Run, is_due
+from skyrl_async.trainer.run import Run
 from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -169,10 +169,6 @@ class Validation:
         self._requested_version = 0
         self._has_ended = False
 
-    def is_due(self, version: int) -> bool:
-        """Whether ``version`` is to be evaluated while training continues."""
-        return is_due(self._trainer.eval_interval_steps, version)
-
     def request_if_owed(self, version: int) -> None:
         """Evaluate ``version``, which the engines serve, if an evaluation due at it or before it is neither done nor requested.
 
@@ -191,14 +187,6 @@ class Validation:
             )
             return
         self._versions.put_nowait(version)
-
-    async def before_training(self) -> EvaluationResult | None:
-        """Evaluate the version that training begins with, if configured."""
-        return await self._evaluate_alone(is_asked=self._trainer.eval_before_train or self._trainer.eval_only)
-
-    async def at_the_end(self) -> EvaluationResult | None:
-        """Evaluate the last version, if configured."""
-        return await self._evaluate_alone(is_asked=self._trainer.eval_at_end)
 
     async def run(self) -> None:
         """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by requests and ``close``."""
@@ -226,10 +214,8 @@ class Validation:
     def _item(self) -> str:
         return f"version {self._run.staleness.served_version}"
 
-    async def _evaluate_alone(self, *, is_asked: bool) -> EvaluationResult | None:
-        """Evaluate while nothing is trained."""
-        if not is_asked:
-            return None
+    async def evaluate_alone(self) -> EvaluationResult | None:
+        """Evaluate the version served now while nothing is trained."""
         with self._run.board.stage("validation").lane() as lane, lane.processing(self._item):
             return await self._evaluate(self._config.num_prompts)
 

@@ -85,8 +85,9 @@ class WeightUpdateStage:
             config.publish_every_steps,
             config.logprob_probe_interval_steps,
             config.checkpoint_interval_steps,
+            config.eval_interval_steps,
         )
-        is_needed = self._owes_version or self._validation.is_due(version) or version == config.num_steps
+        is_needed = self._owes_version or version == config.num_steps
         return is_needed or any(is_due(interval, version) for interval in intervals)
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
