@@ -199,13 +199,6 @@ def joined(blocks: Sequence[EngineOutput]) -> EngineOutput:
     )
 
 
-def without_abort(output: EngineOutput) -> EngineOutput:
-    """A block of a generation that continues: an abort is counted instead of ending it."""
-    if output.finish_reason is not FinishReason.ABORT:
-        return output
-    return replace(output, finish_reason=None, num_aborts=output.num_aborts + 1)
-
-
 async def call_until_end(
     request: EngineRequest, state: GenerationState, call: EngineCall, may_continue: Callable[[], bool] = lambda: True
 ) -> AsyncGenerator[EngineOutput, None]:
@@ -223,14 +216,14 @@ async def call_until_end(
             return
         rest = state.remaining_request(request, f"{request.request_id}.{number}" if number else request.request_id)
         state.begin_call(rest.request_id)
-        is_continued = True
         async with aclosing(call(rest)) as blocks:
             async for block in blocks:
                 state.add(block)
-                if block.finish_reason is FinishReason.ABORT:
-                    is_continued = request.sampling.is_resumable and may_continue()
-                yield without_abort(block) if is_continued else block
-        if not is_continued:
+                is_abort = block.finish_reason is FinishReason.ABORT
+                if is_abort and request.sampling.is_resumable and may_continue():
+                    block = replace(block, finish_reason=None, num_aborts=block.num_aborts + 1)
+                yield block
+        if block.finish_reason is FinishReason.ABORT:
             return
 
 
