@@ -185,9 +185,7 @@ def _normalised(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards
     return [[(value - mean) / (std + 1e-8) for value in of_group] for of_group in values]
 
 
-def row_advantages(
-    trajectories: Sequence[Trajectory], compute: Callable[[Sequence[float]], Sequence[float]]
-) -> list[float]:
+def row_advantages(trajectories: Sequence[Trajectory], compute: ComputeAdvantages) -> list[float]:
     """Give every row of a group the advantage of its sample. Abandoned and overlong samples get 0 and are not in the baseline.
 
     Args:
@@ -207,7 +205,7 @@ def row_advantages(
     return per_row(trajectories, zip(live, of_sample, strict=True), 0.0)
 
 
-def with_advantages(group: Group, compute: Callable[[Sequence[float]], Sequence[float]]) -> Group:
+def with_advantages(group: Group, compute: ComputeAdvantages) -> Group:
     """Return the group with ``row_advantages``."""
     return replace(group, advantages=tuple(row_advantages(group.trajectories, compute)))
 

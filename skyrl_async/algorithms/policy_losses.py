@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_async.algorithms.corrections import Rows
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO, LossTokens, TokenLoss, importance_ratio
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.columns import Mask
@@ -72,9 +73,8 @@ def gspo(tokens: LossTokens, constants: LossConstants) -> TokenLoss:
     """
     log_ratio = (tokens.logprobs.detach() - tokens.behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     num_rows = int(tokens.row_indices.max()) + 1 if tokens.row_indices.numel() else 0
-    sums = log_ratio.new_zeros(num_rows).index_add(0, tokens.row_indices, log_ratio)
-    lengths = torch.bincount(tokens.row_indices, minlength=num_rows).clamp(min=1)
-    of_row = (sums / lengths)[tokens.row_indices]
+    rows = Rows(indices=tokens.row_indices, num_rows=num_rows)
+    of_row = rows.each(rows.means(log_ratio))
     return _clipped((of_row + tokens.logprobs - tokens.logprobs.detach()).exp(), tokens.advantages, constants)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from skyrl_async.algorithms.advantages import with_advantages
+from skyrl_async.algorithms.advantages import ComputeAdvantages, with_advantages
 from skyrl_async.algorithms.reward_shaping import RewardShape, shape_rewards
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.runtime.device_leases import LeaseDevices
@@ -33,9 +33,7 @@ class OnSharedDevices:
         return await self.work(group)
 
 
-def reward_with(
-    advantages: Callable[[Sequence[float]], Sequence[float]] | None, reward_shapes: Sequence[RewardShape] = ()
-) -> Prepare:
+def reward_with(advantages: ComputeAdvantages | None, reward_shapes: Sequence[RewardShape] = ()) -> Prepare:
     """Return the reward stage's work: shape a group's rewards and compute one advantage per trajectory.
 
     With ``advantages=None`` the optimizer step computes them.
