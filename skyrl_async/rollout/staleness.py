@@ -110,7 +110,12 @@ class _AsyncStalenessManager:
         try:
             async with self._first_in_line:
                 await self._changes.until(lambda: self.capacity > 0)
-                return self._admit()
+                admission = Admission(index=self.next_index, scheduled_version=self.served_version)
+                self.next_index += 1
+                self._running[admission.index] = admission
+                self._open_group(admission)
+                self._changes.notify()
+                return admission
         finally:
             self._num_waiting -= 1
 
@@ -163,11 +168,7 @@ class _AsyncStalenessManager:
 
         With ``admits_whole_batches``, a mini-batch is complete then.
         """
-        await self._changes.until(lambda: self._is_drained)
-
-    @property
-    def _is_drained(self) -> bool:
-        return not self._running and not (self._num_waiting and self.capacity)
+        await self._changes.until(lambda: not self._running and not (self._num_waiting and self.capacity))
 
     def may_train(self, scheduled_version: int, num_free: int) -> bool:
         """Whether a group admitted at ``scheduled_version`` may take one of the ``num_free`` places in this step.
@@ -227,14 +228,6 @@ class _AsyncStalenessManager:
         """Raise ``StateError`` unless this many groups were trained. For SkyRL's callers."""
         if self._num_trained != num_trained_groups:
             raise StateError(f"expected {num_trained_groups} trained groups, got {self._num_trained}")
-
-    def _admit(self) -> Admission:
-        admission = Admission(index=self.next_index, scheduled_version=self.served_version)
-        self.next_index += 1
-        self._running[admission.index] = admission
-        self._open_group(admission)
-        self._changes.notify()
-        return admission
 
     def _open_group(self, admission: Admission) -> None:
         self._open[admission.index] = admission

@@ -67,7 +67,8 @@ def texts_at(parent: Mapping[str, Any], key: str, where: str, fields: Mapping[st
         at = f"{where}.{index}"
         kind = object_at(part, at).get("type")
         if not isinstance(kind, str) or kind not in fields:
-            raise unsupported(at, kind, f"content here may be {_listed(fields)}")
+            served = " or ".join(map(repr, fields))
+            raise unsupported(at, kind, f"content here may be of type {served}")
         texts.append(string_at(part, fields[kind], at))
     return texts
 
@@ -112,10 +113,6 @@ def ignored_note(ignored: Sequence[str]) -> str:
 
 def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
-
-
-def _listed(kinds: Mapping[str, str]) -> str:
-    return "of type " + " or ".join(repr(kind) for kind in kinds)
 
 
 @contextmanager

@@ -172,11 +172,6 @@ class MessagesRequest(Conversation, SamplingFields):
     """The policy decides how long it reasons; ``disabled`` hides it."""
     output_config: dict[str, Any] = Field(default={})
 
-    @property
-    def shows_thinking(self) -> bool:
-        """Whether reasoning is part of the content."""
-        return self.thinking.get("type") != "disabled"
-
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         structured = format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",))
         request = self.generation(
@@ -208,7 +203,7 @@ class MessagesCall(ItemsCall[MessagesRequest]):
 
     def __init__(self, planned: Sequence[Planned], body: MessagesRequest, serving: Serving) -> None:
         super().__init__(planned, body, serving)
-        self.shows_reasoning = body.shows_thinking
+        self.shows_reasoning = body.thinking.get("type") != "disabled"
         prompt = self._planned.prompt_token_ids
         self._num_prompt_tokens = len(prompt)
         self._extra = extra_fields(prompt, body.ignored_tools, has_ids=body.return_token_ids)

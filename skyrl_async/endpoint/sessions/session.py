@@ -98,12 +98,12 @@ class Session:
 
     def begin_request(self, now: float) -> None:
         """Begin a request. ``SessionClosedError`` if the session is closed, past a deadline or at a cap; then nothing has begun."""
-        self._check_open()
+        if not self.is_open:
+            raise self._closed_because(self._expired_because or f"is {self.state}")
         overdue, capped = self._overdue(now), self._cap_reached()
         self._was_refused |= bool(capped)
-        reason = overdue or capped
-        if reason:
-            raise SessionClosedError(f"session {self.id} {reason}; begin a new session")
+        if reason := overdue or capped:
+            raise self._closed_because(reason)
         self.num_requests_open += 1
 
     def end_request(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Session:
         if self.state is SessionState.FINISHED:
             return
         if self.state is SessionState.DELETED:
-            self._check_open()
+            raise self._closed_because(f"is {self.state}")
         self._side_figures = self.side_figures
         overruled = {
             "is_truncated": outcome.is_truncated or self.was_cut_short,
@@ -158,10 +158,8 @@ class Session:
         self._rows, self._make_rows = (), None
         self.tree.close()
 
-    def _check_open(self) -> None:
-        if not self.is_open:
-            reason = self._expired_because or f"is {self.state}"
-            raise SessionClosedError(f"session {self.id} {reason}; begin a new session")
+    def _closed_because(self, reason: str) -> SessionClosedError:
+        return SessionClosedError(f"session {self.id} {reason}; begin a new session")
 
     def _cap_reached(self) -> str:
         """The cap that refuses the next request, in words; empty if none does."""

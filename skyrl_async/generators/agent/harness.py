@@ -8,10 +8,10 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from skyrl_async.errors import GenerationError
 from skyrl_async.types import Message, SamplingParams
@@ -89,7 +89,8 @@ class FunctionHarness:
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises the function's error, and ``GenerationError`` if it returns another type."""
-        return await run_on_agent_loop(self._call(task))
+        # On another loop than the trainer's, which many agents would delay. A cancellation is passed on.
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(task), _loop()))
 
     async def _call(self, task: AgentTask) -> AgentResult:
         found = self._function(task)
@@ -131,17 +132,9 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-T = TypeVar("T")
-
-
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """The agents' event loop. Its thread ends with the process, so that agents may keep clients."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
     return loop
-
-
-async def run_on_agent_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on the agents' loop, so that many agents never delay the trainer's. A cancellation is passed on."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
