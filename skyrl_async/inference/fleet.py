@@ -9,11 +9,10 @@ Weights are unknown here: the publisher's ``admission`` in the client's pool upd
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,7 +53,7 @@ class FrontEndNotifier:
         while True:
             self.changed.clear()
             await self.notify(pool)
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self.changed.wait()
 

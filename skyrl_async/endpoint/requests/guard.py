@@ -8,12 +8,11 @@ Keys are compared in constant time and never logged. A route finds the session a
 """
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -122,7 +121,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = session_of(scope)
-        with contextlib.ExitStack() as held:
+        with ExitStack() as held:
             raw, digest = await self._read(scope, receive, session, held)
             parse = partial(_parsed, raw)
             value = await self._long_work.parse(session, parse, is_long=len(raw) > LONG_BODY)
@@ -131,7 +130,7 @@ class BodyLimit:
             await self._app(scope | {_BODY: body}, receive, send)
 
     async def _read(
-        self, scope: Scope, receive: Receive, session: Session | None, held: contextlib.ExitStack
+        self, scope: Scope, receive: Receive, session: Session | None, held: ExitStack
     ) -> tuple[bytearray, bytes]:
         """The whole body, and a digest of it and its path.
 

@@ -8,10 +8,9 @@ know what is served.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -93,7 +92,7 @@ class FrontEnd:
     async def connect_in_time(self, peers: tuple[str, ...]) -> None:
         """Call ``connect`` for the first time; ``supervise`` handles a dead process. Also raises ``DeadlineError``."""
         async with self._start_deadline("answer"):
-            with contextlib.suppress(RayActorError):
+            with suppress(RayActorError):
                 await self.connect(peers)
 
     @asynccontextmanager
@@ -232,7 +231,7 @@ async def endpoint_processes(
             finally:
                 for task in supervising:
                     task.cancel()
-        with contextlib.suppress(RayError, TimeoutError):
+        with suppress(RayError, TimeoutError):
             async with asyncio.timeout(settings.server.shutdown_timeout_s + _SHUTDOWN_GRACE_S):
                 await run_together({f"stop-front-end-{i}": one.stop() for i, one in enumerate(front_ends)})
     finally:

@@ -8,14 +8,13 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from socket import AF_UNIX, SOCK_DGRAM, socket
 
 _DONE = "ok"
 _MAX_BYTES = 4096
 
 
-@contextmanager
+@contextlib.contextmanager
 def outcome_socket() -> Iterator[socket]:
     """A socket that receives outcomes; its name is the path to report to."""
     with (
