@@ -6,6 +6,7 @@ Each session has one piece of long work done at a time: a hundred of its request
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -75,11 +76,9 @@ class LongWork:
         A client that takes long to send it is no longer waited for by others. ``receive`` may be cancelled and called again.
         """
         async with self._receiving:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_CHUNK_S):
                     return await receive()
-            except TimeoutError:
-                pass
         return await receive()
 
     async def tokenize(self, session: Session | None, work: Callable[[], T], *, is_long: bool) -> T:

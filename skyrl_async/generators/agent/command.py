@@ -26,6 +26,7 @@ import uuid
 import weakref
 from asyncio.subprocess import Process
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -151,11 +152,9 @@ def end_agents_of(run_dir: Path) -> int:
 
 async def _reap(process: Process) -> None:
     """Wait for the end of a killed process, which the kernel delays only during I/O."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(_REAP_TIMEOUT_S):
             await process.wait()
-    except TimeoutError:
-        pass
 
 
 def with_absolute_files(command: str, launch_dir: Path) -> str:
