@@ -8,7 +8,7 @@ tool calls.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from uuid import uuid4
 
@@ -75,39 +75,31 @@ class _Phase(StrEnum):
     CALLS = "calls"
 
 
+@dataclass(eq=False)
 class AnswerStream:
-    """One answer as it grows.
+    """One answer as it grows."""
 
-    Args:
-        marks: where it is split.
-        read_calls: reads a text that begins with a call; returns None if the text holds no call.
-        read_reasoning: splits a whole text into reasoning and content, for a model whose marks do not suffice.
-        starts_in_reasoning: the prompt has opened a block of reasoning.
-        keeps_special_tokens: whether the text must spell special tokens.
-    """
+    marks: Marks
+    """Where it is split."""
+    _: KW_ONLY
+    read_calls: Callable[[str], AnswerParts | None]
+    """Reads a text that begins with a call; returns None if the text holds no call."""
+    read_reasoning: Callable[[str], tuple[str, str]] | None = None
+    """Splits a whole text into reasoning and content, for a model whose marks do not suffice."""
+    starts_in_reasoning: bool = False
+    """The prompt has opened a block of reasoning."""
+    keeps_special_tokens: bool = False
+    """Whether the text must spell special tokens."""
+    _pending: str = field(default="", init=False)
+    _dropped_space: str = field(default="", init=False)
+    """White space that is dropped until the phase's first words."""
+    _space: str = field(default="", init=False)
+    """White space before the first call, which is content only if there is no call."""
+    _has_content: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        marks: Marks,
-        *,
-        read_calls: Callable[[str], AnswerParts | None],
-        read_reasoning: Callable[[str], tuple[str, str]] | None = None,
-        starts_in_reasoning: bool = False,
-        keeps_special_tokens: bool = False,
-    ) -> None:
-        self.keeps_special_tokens = keeps_special_tokens
-        self._marks = marks
-        self._read_calls = read_calls
-        self._read_reasoning = read_reasoning
-        self._starts_in_reasoning = starts_in_reasoning
-        self._pending = ""
-        self._dropped_space = ""
-        """White space that is dropped until the phase's first words."""
-        self._space = ""
-        """White space before the first call, which is content only if there is no call."""
-        self._has_content = False
-        self._phase = _Phase.OPENING if marks.reasoning else _Phase.CONTENT
-        if read_reasoning is not None:
+    def __post_init__(self) -> None:
+        self._phase = _Phase.OPENING if self.marks.reasoning else _Phase.CONTENT
+        if self.read_reasoning is not None:
             self._phase = _Phase.WHOLE
 
     def push(self, text: str) -> AnswerParts:
@@ -123,13 +115,13 @@ class AnswerStream:
     def finish(self) -> AnswerParts:
         """End the answer; returns what was held back."""
         delta = AnswerParts()
-        if self._phase is _Phase.WHOLE and self._read_reasoning is not None:
-            reasoning, self._pending = self._read_reasoning(self._pending)
+        if self._phase is _Phase.WHOLE and self.read_reasoning is not None:
+            reasoning, self._pending = self.read_reasoning(self._pending)
             self._phase = _Phase.CONTENT
             delta = AnswerParts(reasoning=reasoning) + self.push("")
-        if self._phase is _Phase.REASONING or (self._phase is _Phase.OPENING and self._starts_in_reasoning):
+        if self._phase is _Phase.REASONING or (self._phase is _Phase.OPENING and self.starts_in_reasoning):
             return delta + AnswerParts(reasoning=self._pending.lstrip(self._dropped_space).rstrip("\n"))
-        found = self._read_calls(self._pending) if self._phase is _Phase.CALLS else None
+        found = self.read_calls(self._pending) if self._phase is _Phase.CALLS else None
         if found is None:
             return delta + AnswerParts(content=self._space + self._pending)
         words = self._space + found.content
@@ -146,23 +138,23 @@ class AnswerStream:
 
     def _advance_opening(self) -> None:
         """Find whether the answer opens reasoning itself; a model may do so although its prompt already has."""
-        assert self._marks.reasoning is not None
-        start, _ = self._marks.reasoning
+        assert self.marks.reasoning is not None
+        start, _ = self.marks.reasoning
         text = self._pending.lstrip()
         if text.startswith(start):
             self._pending = text.removeprefix(start)
         elif start.startswith(text):
             return
-        elif not self._starts_in_reasoning:
+        elif not self.starts_in_reasoning:
             self._phase = _Phase.CONTENT
             return
         self._phase = _Phase.REASONING
         self._dropped_space = "\n"
 
     def _advance_reasoning(self) -> AnswerParts:
-        assert self._marks.reasoning is not None
-        _, end = self._marks.reasoning
-        marks = (end, *self._marks.calls_ending_reasoning)
+        assert self.marks.reasoning is not None
+        _, end = self.marks.reasoning
+        marks = (end, *self.marks.calls_ending_reasoning)
         text = self._pending.lstrip(self._dropped_space)
         position = _first(text, marks)
         certain = text[: len(text) - _num_held_back(text, marks) if position is None else position].rstrip("\n")
@@ -177,8 +169,8 @@ class AnswerStream:
 
     def _advance_content(self) -> AnswerParts:
         text = self._pending.lstrip(self._dropped_space)
-        position = _first(text, self._marks.calls)
-        num_certain = len(text) - _num_held_back(text, self._marks.calls) if position is None else position
+        position = _first(text, self.marks.calls)
+        num_certain = len(text) - _num_held_back(text, self.marks.calls) if position is None else position
         certain = text[:num_certain]
         is_space = not self._has_content and not certain.strip()
         if position is not None:

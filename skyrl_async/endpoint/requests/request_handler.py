@@ -9,6 +9,7 @@ Turns are committed exactly once, and only when a client has got them. Does not 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -54,32 +55,24 @@ class Call(Protocol):
 MakeCall = Callable[[Planner], Awaitable[Call]]
 
 
+@dataclass(eq=False)
 class Serving:
-    """One endpoint: answers requests that sample, and holds what every surface is made with.
+    """One endpoint: answers requests that sample, and holds what every surface is made with."""
 
-    Args:
-        sessions: the endpoint's sessions, and how they are treated.
-        server: the policy's name in replies, and how many generations run at once.
-        on_session_end: called with the id of a session that is closed, once or more often.
-    """
+    sampler: Sampler
+    renderer: ChatRenderer
+    parser: AnswerParser
+    sessions: SessionStore
+    """The endpoint's sessions, and how they are treated."""
+    server: ServerConfig
+    """The policy's name in replies, and how many generations run at once."""
+    on_session_end: Callable[[str], None]
+    """Called with the id of a session that is closed, once or more often."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: ChatRenderer,
-        parser: AnswerParser,
-        sessions: SessionStore,
-        server: ServerConfig,
-        on_session_end: Callable[[str], None],
-    ) -> None:
-        self.sampler = sampler
-        self.renderer = renderer
-        self.sessions = sessions
-        self.model_name = server.model_name
+    def __post_init__(self) -> None:
+        self.model_name = self.server.model_name
         self.long_work = LongWork()
-        self._parser = parser
-        self._limit = asyncio.Semaphore(server.max_concurrent_requests)
-        self._on_session_end = on_session_end
+        self._limit = asyncio.Semaphore(self.server.max_concurrent_requests)
         self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
         self._counts = {"replays": 0, "joined_requests": 0}
 
@@ -116,7 +109,7 @@ class Serving:
         reason = SessionClosedError(f"session {session.id} was closed while this request was open; begin a new session")
         if requests is not None:
             requests.cancel(reason)
-        self._on_session_end(session.id)
+        self.on_session_end(session.id)
 
     def statistics(self) -> dict[str, float]:
         """Resends answered by a replay, and resends that joined a request in flight."""
@@ -124,7 +117,7 @@ class Serving:
 
     def _context(self, session: Session | None, *limits: asyncio.Semaphore) -> GenerationContext:
         return GenerationContext(
-            sampler=self.sampler, renderer=self.renderer, parser=self._parser, session=session, limits=limits
+            sampler=self.sampler, renderer=self.renderer, parser=self.parser, session=session, limits=limits
         )
 
     def _produce(

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from skyrl_async.errors import InferenceError
@@ -24,30 +25,22 @@ _running: set["asyncio.Task[None]"] = set()
 """Keeps tasks without connections alive: they still have generations to cancel."""
 
 
+@dataclass(eq=False)
 class SharedRequest:
-    """Runs ``produce`` once, from the first connection on, and passes its outcome to every connection.
+    """Runs ``produce`` once, from the first connection on, and passes its outcome to every connection."""
 
-    Args:
-        on_delivered: called once, when a client has everything.
-        on_abandoned: called when the last connection closes before a client has everything; the work is cancelled then.
-    """
-
-    def __init__(
-        self,
-        produce: Produce,
-        *,
-        on_delivered: Callable[["SharedRequest"], None] = lambda _: None,
-        on_abandoned: Callable[["SharedRequest"], None] = lambda _: None,
-    ) -> None:
-        self._produce = produce
-        self._on_delivered = on_delivered
-        self._on_abandoned = on_abandoned
-        self._events: list[Event] = []
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._num_connections = 0
-        self._is_delivered = False
-        self._cancelled_for: Exception | None = None
+    produce: Produce
+    _: KW_ONLY
+    on_delivered: Callable[["SharedRequest"], None] = lambda _: None
+    """Called once, when a client has everything."""
+    on_abandoned: Callable[["SharedRequest"], None] = lambda _: None
+    """Called when the last connection closes before a client has everything; the work is cancelled then."""
+    _events: list[Event] = field(default_factory=list, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _num_connections: int = field(default=0, init=False)
+    _is_delivered: bool = field(default=False, init=False)
+    _cancelled_for: Exception | None = field(default=None, init=False)
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +64,7 @@ class SharedRequest:
             self._num_connections -= 1
             if self._num_connections == 0 and not self._is_delivered:
                 task.cancel()
-                self._on_abandoned(self)
+                self.on_abandoned(self)
 
     async def ended(self) -> list[Event]:
         """All events, once the work has ended. Raises what ``produce`` raised, or the reason given to ``cancel``."""
@@ -103,7 +96,7 @@ class SharedRequest:
         """Record that a client has the whole outcome; the work ended well."""
         if not self._is_delivered:
             self._is_delivered = True
-            self._on_delivered(self)
+            self.on_delivered(self)
 
     def replay(self) -> Produce:
         """Produces the recorded events again. Call it only if the work ended well."""
@@ -117,7 +110,7 @@ class SharedRequest:
 
     def _start(self) -> "asyncio.Task[None]":
         # Connections come and go in tasks of their own, none of which can own this one; the last to close cancels it.
-        task = asyncio.create_task(self._produce(self._emit), name="endpoint-request")
+        task = asyncio.create_task(self.produce(self._emit), name="endpoint-request")
         _running.add(task)
         task.add_done_callback(self._on_done)
         if self._cancelled_for is not None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import ray
@@ -37,35 +38,27 @@ OnFailure = Callable[[SkyRLAsyncError], None]
 """Called with the reason why a front end is not replaced."""
 
 
+@dataclass(eq=False)
 class FrontEnd:
-    """One address, and the process that serves there now.
+    """One address, and the process that serves there now."""
 
-    Args:
-        settings: shared by all front ends.
-        index: this one's.
-        engines: the first ones; ``follow`` replaces them.
-        outages: record the time between a process's end and its successor.
-        on_failure: called once the process cannot be replaced; None raises the reason.
-    """
+    settings: EndpointSettings
+    """Shared by all front ends."""
+    index: int
+    engines: Sequence[InferenceEngine]
+    """The engines of the next process; ``follow`` replaces them."""
+    _: KW_ONLY
+    outages: Outages
+    """Record the time between a process's end and its successor."""
+    on_failure: OnFailure | None = None
+    """Called once the process cannot be replaced; None raises the reason."""
+    actor: Any = field(default=None, init=False)
+    _num_restarts: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        settings: EndpointSettings,
-        index: int,
-        engines: Sequence[InferenceEngine],
-        *,
-        outages: Outages,
-        on_failure: OnFailure | None = None,
-    ) -> None:
-        self._settings = settings
-        self._index = index
-        self._engines = tuple(engines)
-        self._outages = outages
-        self._on_failure = on_failure
-        self._num_restarts = 0
-        self.host = settings.server.host
-        self.port = settings.server.port + index if settings.server.port else 0
-        self.actor: Any = None
+    def __post_init__(self) -> None:
+        server = self.settings.server
+        self.host = server.host
+        self.port = server.port + self.index if server.port else 0
 
     @property
     def url(self) -> str:
@@ -75,7 +68,7 @@ class FrontEnd:
 
     @property
     def _name(self) -> str:
-        return f"front end {self._index} of the endpoint"
+        return f"front end {self.index} of the endpoint"
 
     async def start_in_time(self) -> None:
         """Call ``start`` for the first time, and again if the process dies. Also raises ``DeadlineError`` and ``InferenceError``."""
@@ -108,7 +101,7 @@ class FrontEnd:
     async def start(self) -> None:
         """Start a process that serves. Errors raised in it keep their class."""
         server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0)
-        self.actor = server.remote(self._settings, self._engines, self._index)
+        self.actor = server.remote(self.settings, self.engines, self.index)
         self.host, self.port = await _as_own_errors(self.actor.start.remote(self.host, self.port))
 
     async def connect(self, peers: tuple[str, ...]) -> None:
@@ -117,9 +110,9 @@ class FrontEnd:
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Send requests to ``engines`` from now on. Raises ``InferenceError`` if the process is gone."""
-        self._engines = tuple(engines)
+        self.engines = tuple(engines)
         try:
-            await _as_own_errors(self.actor.follow.remote(self._engines))
+            await _as_own_errors(self.actor.follow.remote(self.engines))
         except RayError as error:
             raise InferenceError(f"the front end on port {self.port} is gone: {error}") from error
 
@@ -141,21 +134,21 @@ class FrontEnd:
             while reason := await self._death():
                 while reason is not None:
                     self._count_restart(reason)
-                    self._outages.begin(self._name)
+                    self.outages.begin(self._name)
                     self.kill()
                     reason = await self._replace(peers)
-                self._outages.end(self._name)
+                self.outages.end(self._name)
         except SkyRLAsyncError as error:
-            if self._on_failure is None:
+            if self.on_failure is None:
                 raise
             self.kill()
-            self._outages.begin(self._name)
-            self._on_failure(error)
+            self.outages.begin(self._name)
+            self.on_failure(error)
 
     def _count_restart(self, reason: str) -> None:
         """Count and log a restart. Raises ``InferenceError`` if none is left."""
         name = f"the front end on port {self.port}" if self.port else self._name
-        if self._num_restarts == self._settings.server.max_restarts:
+        if self._num_restarts == self.settings.server.max_restarts:
             raise InferenceError(
                 f"{name} {reason}, and server.max_restarts={self._num_restarts} are used up. Mend what "
                 "ends it, or raise server.max_restarts, and continue with trainer.resume_mode=latest"
@@ -178,7 +171,7 @@ class FrontEnd:
 
     async def _death(self) -> str | None:
         """Wait until the process serves no more; returns why, or None if it was told to stop."""
-        server = self._settings.server
+        server = self.settings.server
         heartbeat = Heartbeat(interval_s=server.heartbeat_interval_s, timeout_s=server.heartbeat_timeout_s)
         silence = DeadlineError(f"does not answer within {heartbeat.timeout_s:g} s")
         try:
@@ -217,7 +210,7 @@ async def endpoint_processes(
     """
     outages = outages or Outages()
     front_ends = tuple(
-        FrontEnd(settings, index, engines, outages=outages, on_failure=on_failure)
+        FrontEnd(settings, index, tuple(engines), outages=outages, on_failure=on_failure)
         for index in range(settings.server.num_front_ends)
     )
     try:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -61,6 +61,7 @@ class _Sample:
     failure: _Failure | None
 
 
+@dataclass(eq=False)
 class AgentGenerator:
     """A ``Generator`` over any harness.
 
@@ -78,35 +79,26 @@ class AgentGenerator:
     evaluation it has at least one, possibly empty.
     """
 
-    def __init__(
-        self,
-        pool: SessionPool,
-        harness: Harness,
-        reward_source: RewardSource,
-        *,
-        agent_timeout_s: float,
-        deadlines: Deadlines | None = None,
-        max_concurrent_agents: int | None = None,
-        working_dir: Path | None = None,
-    ) -> None:
-        """
-        Args:
-            pool: creates sessions; closed by ``close``.
-            harness: runs a sample.
-            reward_source: rewards it.
-            agent_timeout_s: of one run of the harness, without the wait for its start.
-            deadlines: stand still in outages; None: no outages.
-            max_concurrent_agents: harnesses running concurrently, over all groups; None: no limit.
-            working_dir: parent of the working directories, which are kept; None makes temporary ones.
-        """
-        self._pool = pool
-        self._harness = harness
-        self._reward_source = reward_source
-        self._agent_timeout_s = agent_timeout_s
-        self._deadlines = deadlines or Deadlines()
+    pool: SessionPool
+    """Creates sessions; closed by ``close``."""
+    harness: Harness
+    """Runs a sample."""
+    reward_source: RewardSource
+    """Rewards it."""
+    _: KW_ONLY
+    agent_timeout_s: float
+    """Longest run of the harness, without the wait for its start."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """Stand still in outages."""
+    max_concurrent_agents: int | None = None
+    """Harnesses running concurrently, over all groups; None: no limit."""
+    working_dir: Path | None = None
+    """Parent of the working directories, which are kept; None makes temporary ones."""
+
+    def __post_init__(self) -> None:
+        limit = self.max_concurrent_agents
+        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._deleting = ThreadPoolExecutor(thread_name_prefix="agent")
-        self._slots = asyncio.Semaphore(max_concurrent_agents) if max_concurrent_agents else contextlib.nullcontext()
-        self._working_dir = working_dir
         self._counts = {"running": 0, "finished": 0, "failed": 0, "timeouts": 0, "truncated": 0}
 
     @keeps_samples
@@ -137,7 +129,7 @@ class AgentGenerator:
 
     async def close(self) -> None:
         """Close the connections, and wait until the working directories are deleted."""
-        await self._pool.close()
+        await self.pool.close()
         await asyncio.to_thread(self._deleting.shutdown)
 
     async def _run_sample(self, request: GroupRequest, index: int) -> _Sample:
@@ -145,14 +137,14 @@ class AgentGenerator:
 
         Raises ``OutageError`` if the sample failed and there was an outage during its run.
         """
-        label, outages = f"{request.prompt.uid}-{index}", self._deadlines.outages
+        label, outages = f"{request.prompt.uid}-{index}", self.deadlines.outages
         report("waiting for a place")
         async with self._slots:
             num_over = outages.num_over
             report("opening its session")
             with self._workspace(label) as working_dir:
                 try:
-                    async with self._pool.session(
+                    async with self.pool.session(
                         sampling=request.sampling, priority=request.priority, label=label
                     ) as session:
                         sample = await self._run_in(session, request, index, working_dir)
@@ -210,11 +202,11 @@ class AgentGenerator:
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | _Failure:
         try:
-            async with self._deadlines.within(self._agent_timeout_s) as deadline:
-                return await self._harness.run(task)
+            async with self.deadlines.within(self.agent_timeout_s) as deadline:
+                return await self.harness.run(task)
         except Exception as error:  # a harness is the user's and may fail in any way: counted, not raised
             if deadline.expired():
-                message = f"it took longer than generator.agent_timeout_s={self._agent_timeout_s:g}"
+                message = f"it took longer than generator.agent_timeout_s={self.agent_timeout_s:g}"
                 return _Failure(message=message, is_timeout=True)
             message = str(error) if isinstance(error, GenerationError) else f"{type(error).__name__}: {error}"
             return _Failure(message=message)
@@ -222,15 +214,15 @@ class AgentGenerator:
     async def _reward_of(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> EpisodeReward:
         """The harness's own reward if it returned one, else the reward source's."""
         if result.reward is None:
-            return await self._reward_source.reward_of(prompt, episode)
+            return await self.reward_source.reward_of(prompt, episode)
         return EpisodeReward(reward=finite_reward(result.reward, "generator.entrypoint"))
 
     @contextlib.contextmanager
     def _workspace(self, label: str) -> Iterator[Path]:
         """A new directory of a running agent. A temporary one is deleted in the background, because it may be large."""
         prefix = f"{_UNSAFE.sub('_', label)[:80]}-"
-        is_kept = self._working_dir is not None
-        directory = tempfile.mkdtemp(prefix=prefix if is_kept else f"skyrl_async-{prefix}", dir=self._working_dir)
+        is_kept = self.working_dir is not None
+        directory = tempfile.mkdtemp(prefix=prefix if is_kept else f"skyrl_async-{prefix}", dir=self.working_dir)
         self._counts["running"] += 1
         try:
             yield Path(directory)
