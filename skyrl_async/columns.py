@@ -24,7 +24,7 @@ def column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic], name: 
     """
     found = values if isinstance(values, np.ndarray) else np.asarray(values, dtype=None if len(values) else dtype)
     kind = np.dtype(dtype).kind
-    if found.ndim != 1 or found.dtype.kind not in _KINDS[kind]:
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in _KINDS[kind]):
         raise ValueError(
             f"{name} must be a sequence of {np.dtype(dtype).name}, got {found.dtype} of shape {found.shape}"
         )

@@ -120,7 +120,7 @@ class SimulationSettings:
         return round(self.longest_over_mean * self.mean_tokens)
 
 
-class _NoText:
+class NoText:
     """Modelled tokens mean nothing."""
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
@@ -186,7 +186,7 @@ class Simulation:
         ]
         self.client = InferenceEngineClient(
             [engine_around(engine) for engine in self.engines],
-            tokenizer=_NoText(),
+            tokenizer=NoText(),
             max_model_len=settings.max_tokens + 1000,
             carries_tokens=settings.carries_tokens,
             engine_wait_s=settings.engine_wait_s,

@@ -23,6 +23,7 @@ VERSIONS = st.lists(st.integers(-1, 2), max_size=12)
         (range(3), np.int32, [0, 1, 2]),
         (np.array([5, 6], np.int64), np.int32, [5, 6]),
         ([], np.float32, []),
+        (np.array([]), np.int32, []),
         ([-1, 0.5], np.float32, [-1.0, 0.5]),
         ((1, 0), np.bool_, [True, False]),
         ([True, False], np.bool_, [True, False]),
