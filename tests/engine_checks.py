@@ -33,7 +33,7 @@ MAX_MODEL_LEN = 512
 PROMPTS = [tuple(range(5 + i, 9 + 2 * i)) for i in range(6)]
 
 
-def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
+def make_policy(directory: Path, *, seed: int, is_tied: bool, max_model_len: int = MAX_MODEL_LEN) -> Path:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=300,
@@ -43,7 +43,7 @@ def make_policy(directory: Path, *, seed: int, is_tied: bool) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=max_model_len,
         tie_word_embeddings=is_tied,
         eos_token_id=EOS,
         pad_token_id=0,

@@ -127,4 +127,5 @@ def test_the_commands_of_async_ref_logp_compute_the_reference_in_a_stage_of_its_
     command = commands_of("async_ref_logp")[number]
     assert "training.num_ref_workers=1" in command
     steps = trained_by(command, tmp_path)
-    assert all("policy/ref_kl" in step and step["stage/ref_logp/items"] > 0 for step in steps)
+    assert all("policy/ref_kl" in step for step in steps)
+    assert sum(step["stage/ref_logp/items"] for step in steps) >= NUM_STEPS * 2, "the prompts of the steps"
