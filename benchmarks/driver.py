@@ -37,7 +37,7 @@ from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.runtime.garbage import collect_rarely
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings
-from skyrl_async.types import Group, Message, SamplingParams, Trajectory
+from skyrl_async.types import Group, Message, PauseMode, SamplingParams, Trajectory
 
 GROUP_SIZE = 2
 TURN_TOKENS = 4096
@@ -141,6 +141,7 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
         sigma=0.3,
         longest_over_mean=2.0,
         checkpoint_interval_steps=int(writes),
+        pause_mode=PauseMode.KEEP,
     )
 
 

@@ -168,9 +168,8 @@ class InferenceEngineClient:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText(self._tokenizer, sampling)
             with self._tracking(generation if sampling.is_resumable else None, state) as begin:
-                blocks = self._blocks(request, state, session_id, begin, streams=streams)
-                async with aclosing(_until_stop_string(blocks, state, text)) as kept:
-                    async for _ in kept:
+                async with aclosing(self._blocks(request, state, text, session_id, begin, streams=streams)) as blocks:
+                    async for _ in blocks:
                         pass
             if state.has_ended:
                 break
@@ -210,9 +209,8 @@ class InferenceEngineClient:
         state = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
-        blocks = self._blocks(request, state, session_id, NOTHING_SAMPLED, streams=True)
-        async with aclosing(_until_stop_string(blocks, state, text)) as kept:
-            async for block in kept:
+        async with aclosing(self._blocks(request, state, text, session_id, NOTHING_SAMPLED, streams=True)) as blocks:
+            async for block in blocks:
                 is_last = block.finish_reason is not None
                 if not len(block.token_ids) and not is_last:
                     continue  # an engine died, or was paused before its first token
@@ -263,12 +261,14 @@ class InferenceEngineClient:
         self,
         request: EngineRequest,
         state: GenerationState,
+        text: CompletionText,
         session_id: str | None,
         begin: EngineOutput,
         *,
         streams: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the tokens of one generation, first those it begins with, from whichever engines are alive, and count them."""
+        """Yield the tokens of one generation, first those it begins with, from whichever engines are alive; count them, and add them to
+        ``text``. A stop string ends the block in which it ends, and ``state``."""
 
         def call(rest: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
             return self._call(rest, request.request_id, session_id, streams=streams)
@@ -276,10 +276,12 @@ class InferenceEngineClient:
         try:
             state.add(begin)
             if len(begin.token_ids):
-                yield begin
+                yield _until_stop_string(begin, state, text)
             async with aclosing(call_until_end(request, state, call)) as blocks:
                 async for block in blocks:
-                    yield block
+                    yield _until_stop_string(block, state, text)
+                    if state.has_stop_string:
+                        return
         finally:
             self._counts["aborts"] += state.num_aborts
             if state.has_ended:
@@ -293,32 +295,32 @@ class InferenceEngineClient:
     async def _call(
         self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield what one engine samples of a generation; its death becomes an abort."""
-        async with self.pool.slot(session_id, generation_id, request) as slot:
+        """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
+        call = stream_once if streams else generate_once
+        await self.pool.wait_for_engine()
+        with self.pool.slot(session_id, generation_id, request) as slot:
             report_engine(slot.engine.name)
             try:
-                async with aclosing(slot.blocks(stream_once if streams else generate_once, request)) as blocks:
-                    async for block in blocks:
+                async with aclosing(call(slot.engine, request)) as blocks:
+                    while True:
+                        async with slot.cut_off.block():
+                            block = await anext(blocks, None)
+                        if block is None:
+                            return
                         self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
                         yield block
-                return
             except EngineDeadError as error:
                 self.drop_engine(slot.engine, error)
         yield EngineOutput(finish_reason=FinishReason.ABORT)
 
 
-async def _until_stop_string(
-    blocks: AsyncGenerator[EngineOutput, None], state: GenerationState, text: CompletionText
-) -> AsyncGenerator[EngineOutput, None]:
-    """Add the blocks to ``text`` and yield them. A stop string ends the block in which it ends, and ``state``."""
-    async with aclosing(blocks):
-        async for block in blocks:
-            # A last end-of-sequence or stop token is text only on demand.
-            is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
-            num_kept = text.push(block.token_ids[:-1] if is_stopped else block.token_ids)
-            if num_kept is not None:
-                num_before = state.num_tokens - len(block.token_ids)
-                state.truncate(num_kept)
-                yield head_of(block, max(0, num_kept - num_before))
-                return
-            yield block
+def _until_stop_string(block: EngineOutput, state: GenerationState, text: CompletionText) -> EngineOutput:
+    """Add a block, the last one of ``state``, to ``text``; the part of it before the end of a stop string, which ends ``state`` there."""
+    # A last end-of-sequence or stop token is text only on demand.
+    is_stopped = block.finish_reason is FinishReason.STOP and not text.includes_stop
+    num_kept = text.push(block.token_ids[:-1] if is_stopped else block.token_ids)
+    if num_kept is None:
+        return block
+    num_before = state.num_tokens - len(block.token_ids)
+    state.truncate(num_kept)
+    return head_of(block, max(0, num_kept - num_before))

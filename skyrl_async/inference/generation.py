@@ -52,7 +52,8 @@ class GenerationState:
         """Request id of the open engine call."""
         self._num_before_call = 0
         self._engine_output: EngineOutput | None = None
-        self._has_stop_string = False
+        self.has_stop_string = False
+        """Whether a stop string has ended the generation."""
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +99,7 @@ class GenerationState:
 
         It is None where a stop string did: whoever continues from the tokens finds the string again.
         """
-        known = replace(self.output(), finish_reason=None if self._has_stop_string else self.finish_reason)
+        known = replace(self.output(), finish_reason=None if self.has_stop_string else self.finish_reason)
         if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= self.num_tokens:
             return known
         outputs = self._engine_output if self._has_logprobs else replace(self._engine_output, logprobs=NO_LOGPROBS)
@@ -109,7 +110,7 @@ class GenerationState:
         self._blocks = [head_of(self.output(), num_tokens)]
         self.num_tokens = num_tokens
         self.finish_reason = FinishReason.STOP
-        self._has_stop_string = True
+        self.has_stop_string = True
 
     def num_remaining(self, request: EngineRequest) -> int:
         """Tokens left to sample for ``request``, which is the whole generation's."""

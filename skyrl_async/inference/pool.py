@@ -7,8 +7,8 @@ the publisher of weights sets ``admission``, and the fleet that restarts engines
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
@@ -16,10 +16,7 @@ from skyrl_async.inference.placement import Placement, PlacementSettings
 from skyrl_async.inference.protocol import CutOff, InferenceEngine
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.tasks import Changes
-from skyrl_async.types import EngineOutput, EngineRequest
-
-Call = Callable[[InferenceEngine, EngineRequest], AsyncGenerator[EngineOutput, None]]
-"""Runs one request in one engine."""
+from skyrl_async.types import EngineRequest
 
 Admission = Callable[[InferenceEngine], AbstractAsyncContextManager[None]]
 """Makes an engine serve the version the others serve. It takes requests from the block's end on; no publish comes in between."""
@@ -53,17 +50,7 @@ class EngineSlot:
         self.changes = Changes()
         """Notified when ``num_calls`` changes."""
         self.cut_off = CutOff()
-        """Ends the calls."""
-
-    async def blocks(self, call: Call, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the call's blocks. Raises ``EngineDeadError`` as soon as the calls are cut off, even if the engine does not react."""
-        async with aclosing(call(self.engine, request)) as blocks:
-            while True:
-                async with self.cut_off.block():
-                    block = await anext(blocks, None)
-                if block is None:
-                    return
-                yield block
+        """Ends what the calls await."""
 
 
 class EnginePool:
@@ -111,12 +98,9 @@ class EnginePool:
         """Whether a call of this client's is open in an engine that takes requests."""
         return any(slot.num_calls for slot in self._slots.values())
 
-    @asynccontextmanager
-    async def slot(
-        self, session_id: str | None, generation_id: str, request: EngineRequest
-    ) -> AsyncIterator[EngineSlot]:
-        """The slot for one call of a generation; see ``Placement.choose``. Raises ``NoEngineError`` like ``wait_for_engine``."""
-        await self.wait_for_engine()
+    @contextmanager
+    def slot(self, session_id: str | None, generation_id: str, request: EngineRequest) -> Iterator[EngineSlot]:
+        """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``."""
         now = asyncio.get_running_loop().time()
         name = self._placement.choose(self._slots, generation_id, session_id, now)
         slot = self._slots[name]

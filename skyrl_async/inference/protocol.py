@@ -4,8 +4,7 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
@@ -122,14 +121,15 @@ class CutOff:
     def __init__(self) -> None:
         self.reason: str | None = None
         """Why the engine is dead; None while it is not."""
-        self._open: dict[asyncio.Timeout, None] = {}
+        self.open_blocks: dict[asyncio.Timeout, None] = {}
+        """The deadlines of the blocks that are open."""
 
     def cut(self, reason: str) -> None:
         """End every open block. Idempotent: the first reason stays."""
         if self.reason is None:
             self.reason = reason
             now = asyncio.get_running_loop().time()
-            for deadline in self._open:
+            for deadline in self.open_blocks:
                 deadline.reschedule(now)
 
     def check(self) -> None:
@@ -137,17 +137,27 @@ class CutOff:
         if self.reason is not None:
             raise EngineDeadError(self.reason)
 
-    @asynccontextmanager
-    async def block(self) -> AsyncIterator[None]:
+    def block(self) -> "_CutOffBlock":
         """What the block awaits ends when ``cut`` is called. Raises ``EngineDeadError`` then, and if it was called before."""
-        self.check()
+        return _CutOffBlock(self)
+
+
+class _CutOffBlock:
+    """A class, because each block of a stream passes through one."""
+
+    def __init__(self, cut_off: CutOff) -> None:
+        self._cut_off = cut_off
+        self._deadline = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        self._cut_off.check()
+        await self._deadline.__aenter__()
+        self._cut_off.open_blocks[self._deadline] = None
+
+    async def __aexit__(self, *failure: Any) -> None:
+        del self._cut_off.open_blocks[self._deadline]
         try:
-            async with asyncio.timeout(None) as deadline:
-                self._open[deadline] = None
-                try:
-                    yield
-                finally:
-                    del self._open[deadline]
+            await self._deadline.__aexit__(*failure)
         except TimeoutError:
-            self.check()
+            self._cut_off.check()
             raise

@@ -34,6 +34,9 @@ class StageState(Enum):
     DONE = "done"
     ERROR = "error"
 
+    __hash__ = object.__hash__
+    """In C: states are looked up some ninety times per sample."""
+
 
 _S = StageState
 _BY_PRECEDENCE = (_S.PROCESSING, _S.WAITING_FOR_OUTPUT, _S.WAITING_FOR_INPUT)
@@ -172,17 +175,20 @@ class Stage:
 
     def _show(self, item: str = "") -> None:
         """Show the busiest lane; when state or item change, count the time spent with the ones before."""
-        state = self._end
-        if state is None:
-            state = next((s for s in _BY_PRECEDENCE if self._lanes[s]), StageState.WAITING_FOR_INPUT)
-            lane = next(iter(self._lanes[state]), None)
-            item = "" if lane is None else lane.item
-        if (state, item) == self._shown:
+        shown = self._busiest() if self._end is None else (self._end, item)
+        if shown == self._shown:
             return
         now = self._clock()
         self._seconds[self._shown[0]] += now - self._since
         self._on_left(self.name, *self._shown, self._since, now)
-        self._shown, self._since = (state, item), now
+        self._shown, self._since = shown, now
+
+    def _busiest(self) -> tuple[StageState, str]:
+        """State and item of the busiest lane."""
+        for state in _BY_PRECEDENCE:
+            if lanes := self._lanes[state]:
+                return state, next(iter(lanes)).item
+        return StageState.WAITING_FOR_INPUT, ""
 
 
 class StageBoard:

@@ -134,7 +134,7 @@ class ModelledEngine:
     name: str
     _: KW_ONLY
     num_tokens_of: Callable[[tuple[int, ...], int | None], int]
-    """Prompt token ids, seed -> tokens of the whole answer. What a request continues is no part of its prompt."""
+    """The prompt's last 64 token ids, seed -> tokens of the whole answer. What a request continues is no part of its prompt."""
     tokens_per_second: float = 100.0
     """Speed of a request alone in the engine."""
     half_speed_requests: float = 170.0
@@ -260,8 +260,8 @@ class ModelledEngine:
 
     def _begin(self, request: EngineRequest) -> _Call:
         self._check_alive()
-        prompt_token_ids = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_sampled_tokens]
-        prompt = tuple(prompt_token_ids.tolist())
+        num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
+        prompt = tuple(request.prompt_token_ids[max(0, num_prompt_tokens - 64) : num_prompt_tokens].tolist())
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
