@@ -62,6 +62,8 @@ class VLLMEngine:
         self._version = config.version
         self._pause_mode: PauseMode | None = None
         self._may_be_paused = False
+        self._is_switching = False
+        """Requests wait to be sent to the core meanwhile: to send those that the pause aborts takes longer than to load."""
         self._control_lock = asyncio.Lock()
         self._requests: dict[str, bool] = {}
         """Engine calls in flight -> whether each can be continued."""
@@ -210,11 +212,16 @@ class VLLMEngine:
         async with self._control_lock:
             self._cut_off.check()
             checked = await self._checked(update)
-            asked = time.monotonic()  # the clock of a Ray actor's loop (uvloop) has milliseconds, and is old
-            await self._pause(mode)
-            acknowledge_seconds = time.monotonic() - asked
-            await self._load_checked(checked)
-            return acknowledge_seconds
+            self._is_switching = True
+            try:
+                asked = time.monotonic()  # the clock of a Ray actor's loop (uvloop) has milliseconds, and is old
+                await self._pause(mode)
+                acknowledge_seconds = time.monotonic() - asked
+                await self._load_checked(checked)
+                return acknowledge_seconds
+            finally:
+                self._is_switching = False
+                self._changes.notify()
 
     async def _checked(self, update: WeightUpdate) -> WeightUpdate:
         """The update as this engine loads it, after all checks. Raises ``PublishError``."""
@@ -287,6 +294,7 @@ class VLLMEngine:
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""
+        await self._changes.until(lambda: not self._is_switching)  # after the requests that wait for the same
         self._cut_off.check()
         resumable = [name for name, is_resumable in self._requests.items() if is_resumable]
         if request_ids is not None:
@@ -306,6 +314,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
+        await self._changes.until(lambda: not self._is_switching)
         self._cut_off.check()
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:

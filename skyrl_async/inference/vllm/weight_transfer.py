@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,8 +103,7 @@ class WorkerExtension:
         """Load an update: staged weights, or as at boot through the model's own loader, so that fused and sharded layers are as then."""
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] == path:
-            old = staged[1].swap()
-            threading.Thread(target=old.clear, name="freeing", daemon=True).start()  # takes longer than the swap
+            threading.Thread(target=_free, args=(staged[1].swap(),), name="freeing", daemon=True).start()
             return
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             initialize_layerwise_reload(self._model())  # gives every layer the parameters it had before it was packed
@@ -235,6 +235,13 @@ class _Twin:
                 old.append(layer.cpu_linear)
                 layer.cpu_linear = twin.cpu_linear
         return old
+
+
+def _free(tensors: list[Any]) -> None:
+    """Free one after another: each takes milliseconds in which no other thread runs, and the engine has to answer and to resume."""
+    while tensors:
+        time.sleep(0.01)
+        tensors.pop()
 
 
 def _unbound(tensors: dict[str, torch.Tensor], layer: nn.Module) -> dict[str, torch.Tensor]:
