@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import pairwise
 from typing import Any, Self, TypeAlias
 
@@ -23,6 +24,8 @@ def column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic], name: 
     Raises ``ValueError`` that begins with ``name`` for values of another kind, such as fractions for ``int32``.
     """
     found = values if isinstance(values, np.ndarray) else np.asarray(values, dtype=None if len(values) else dtype)
+    if found.dtype == dtype and found.ndim == 1 and not found.flags.writeable:
+        return found
     kind = np.dtype(dtype).kind
     if found.ndim != 1 or (len(found) and found.dtype.kind not in _KINDS[kind]):
         raise ValueError(
@@ -59,7 +62,12 @@ def json_list(values: "NDArray[Any] | VersionSpans") -> list[Any]:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by name, not copied: ``dataclasses.asdict`` copies every token, which takes longer than writing them."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: getattr(value, name) for name in _field_names(type(value))}
+
+
+@cache
+def _field_names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 def have_equal_fields(one: Any, other: object) -> bool:

@@ -4,8 +4,10 @@ Everything here is plain, frozen and free of torch, ray and vllm, so that any pr
 read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from skyrl_async.columns import (
     TokenIds,
     VersionSpans,
     column,
+    fields_of,
     have_equal_fields,
 )
 
@@ -167,6 +170,12 @@ class EngineOutput:
     def __post_init__(self) -> None:
         _set_columns(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles columns as bytes: arrays of a few tokens each would take longer than all else in a block, and arrays of many tokens
+        would stay in Ray's object store, which has little memory."""
+        values = fields_of(self) | {"versions": self.versions.spans}
+        return _from_bytes, (type(self), {n: v.tobytes() if n in _COLUMNS else v for n, v in values.items()})
+
     __eq__ = have_equal_fields
 
 
@@ -284,11 +293,25 @@ _COLUMNS = {
 
 def _set_columns(value: Any) -> None:
     """Make columns of the fields named in ``_COLUMNS`` and of ``versions``. Raises ``ValueError`` that names the field."""
-    for name, dtype in _COLUMNS.items():
-        if (given := getattr(value, name, None)) is not None:
-            object.__setattr__(value, name, column(given, dtype, f"{type(value).__name__}.{name}"))
-    if hasattr(value, "versions"):
-        object.__setattr__(value, "versions", VersionSpans.of(value.versions, f"{type(value).__name__}.versions"))
+    for name, label, make in _column_makers(type(value)):
+        given = getattr(value, name)
+        made = None if given is None else make(given, name=label)
+        if made is not given:
+            object.__setattr__(value, name, made)
+
+
+@cache
+def _column_makers(kind: type) -> list[tuple[str, str, Callable[..., Any]]]:
+    """Of each column of a dataclass: its name, its name in errors, and what makes it from the value given."""
+    makers = {name: partial(column, dtype=dtype) for name, dtype in _COLUMNS.items()} | {"versions": VersionSpans.of}
+    named = [field.name for field in fields(kind) if field.name in makers]
+    return [(name, f"{kind.__name__}.{name}", makers[name]) for name in named]
+
+
+def _from_bytes(kind: type[EngineOutput], values: dict[str, Any]) -> EngineOutput:
+    """What ``EngineOutput.__reduce__`` pickled."""
+    made = {n: np.frombuffer(v, _COLUMNS[n]) if n in _COLUMNS else v for n, v in values.items()}
+    return kind(**made | {"versions": VersionSpans(values["versions"])})
 
 
 class LogprobModel(StrEnum):

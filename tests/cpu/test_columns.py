@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.columns import Mask, TokenIds, VersionSpans, begins_with, column, have_equal_fields, token_ids
+from skyrl_async.types import CompletionDelta, FinishReason
 
 VERSIONS = st.lists(st.integers(-1, 2), max_size=12)
 
@@ -145,3 +146,17 @@ def test_spans_come_back_as_the_versions_they_were_made_of(versions: list[int]) 
 def test_spans_that_do_not_tile_the_tokens_are_refused(spans: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=f"policy_versions .*{complaint}"):
         VersionSpans.from_json(spans, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_an_engines_output_crosses_processes_as_it_is(num_tokens: int) -> None:
+    output = CompletionDelta(
+        token_ids=range(num_tokens),
+        logprobs=[-0.25] * num_tokens,
+        versions=VersionSpans.constant(4, num_tokens),
+        finish_reason=FinishReason.STOP,
+        text="so",
+    )
+    crossed = pickle.loads(pickle.dumps(output))
+    assert type(crossed) is CompletionDelta and crossed == output
+    assert crossed.token_ids.dtype == np.int32 and not crossed.logprobs.flags.writeable

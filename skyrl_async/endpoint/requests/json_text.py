@@ -6,8 +6,10 @@ import json
 import json.scanner
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from starlette.responses import JSONResponse
 
@@ -34,30 +36,29 @@ class StrictJSONResponse(JSONResponse):
         return json_bytes(content)
 
 
-def json_bytes(content: Any, errors: str = "backslashreplace") -> bytes:
-    """``content`` as JSON: numbers that JSON lacks become null, halves of surrogate pairs stay escaped (``errors``)."""
+_encode = partial(msgspec.json.encode, enc_hook=np.ndarray.tolist)
+
+
+def json_bytes(content: Any) -> bytes:
+    """``content`` as JSON: numbers that JSON lacks become null, halves of surrogate pairs are escaped."""
     try:
-        text = _dump(content)
-    except ValueError:
-        text = _dump(_finite(content))
-    # A lone surrogate is the one thing that UTF-8 lacks, and its escape in Python is its escape in JSON.
-    return text.encode(errors=errors)
+        return _encode(content)
+    except UnicodeEncodeError:  # UTF-8 lacks such halves, but JSON in ASCII has them
+        return json.dumps(_finite(content)).encode()
 
 
-def json_bytes_stepwise(content: Any, errors: str = "backslashreplace") -> bytes:
+def json_bytes_stepwise(content: Any, encode: Callable[[Any], bytes] = json_bytes) -> bytes:
     """``json_bytes`` for a thread: writes long lists in pieces, so that other threads run meanwhile."""
     match content:
         case dict():
-            items = (
-                json_bytes(key, errors) + b":" + json_bytes_stepwise(value, errors) for key, value in content.items()
-            )
+            items = (encode(key) + b":" + json_bytes_stepwise(value, encode) for key, value in content.items())
             return b"{" + b",".join(items) + b"}"
         case list() | tuple() | np.ndarray() if len(content) > LONG_LIST:
-            pieces = (json_bytes(content[i : i + LONG_LIST], errors)[1:-1] for i in range(0, len(content), LONG_LIST))
+            pieces = (encode(content[i : i + LONG_LIST])[1:-1] for i in range(0, len(content), LONG_LIST))
             return b"[" + b",".join(pieces) + b"]"
         case list() | tuple():
-            return b"[" + b",".join(json_bytes_stepwise(value, errors) for value in content) + b"]"
-    return json_bytes(content, errors)
+            return b"[" + b",".join(json_bytes_stepwise(value, encode) for value in content) + b"]"
+    return encode(content)
 
 
 async def encode_json(content: Any) -> bytes:
@@ -89,7 +90,7 @@ def parse_stepwise(text: str) -> Any:
     value = json.loads(text, parse_constant=_refuse_constant) if is_short else _StepwiseDecoder().decode(text)
     if any(mark in piece for piece in _pieces(text) for mark in _SURROGATES):
         try:
-            json_bytes_stepwise(value, errors="strict")
+            json_bytes_stepwise(value, _encode)
         except UnicodeEncodeError:
             raise ValueError("JSON of Unicode text has no half of a surrogate pair") from None
     return value
@@ -136,10 +137,6 @@ def _counted(make: Callable[..., T], limit: int) -> Callable[..., T]:
 def _pieces(text: str) -> Iterator[str]:
     """Pieces that overlap by as much as any of ``_SURROGATES`` is long."""
     return (text[i : i + _PIECE + 2] for i in range(0, len(text), _PIECE))
-
-
-def _dump(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
 
 
 def _finite(value: Any) -> Any:

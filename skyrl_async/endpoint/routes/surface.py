@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -308,20 +309,18 @@ def chat_logprobs(
     block: Completion | CompletionDelta, renderer: ChatRenderer, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """``logprobs`` of a chat choice or chunk; ``as_ids`` writes tokens as ``token_id:5``."""
-    alternatives = block.top_logprobs or ((),) * len(block.token_ids)
-    content = [
-        _spelled(token_id, logprob, renderer, as_ids)
-        | {"top_logprobs": [_spelled(other, value, renderer, as_ids) for other, value in likeliest]}
-        for token_id, logprob, likeliest in zip(
-            block.token_ids.tolist(), block.logprobs.tolist(), alternatives, strict=True
-        )
-    ]
+    ids, logprobs = block.token_ids.tolist(), np.maximum(block.logprobs, _LEAST_LOGPROB).tolist()
+    listed = {*ids, *(token_id for position in block.top_logprobs for token_id, _ in position)}
+    known = {i: (_token(i, renderer, as_ids), list(renderer.token_bytes(i))) for i in listed}
+
+    def spelled(token_id: int, logprob: float) -> dict[str, Any]:
+        token, raw = known[token_id]
+        return {"token": token, "logprob": logprob, "bytes": raw}
+
+    content = [spelled(token_id, logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
+    for entry, likeliest in zip(content, block.top_logprobs or repeat(()), strict=False):
+        entry["top_logprobs"] = [spelled(other, max(value, _LEAST_LOGPROB)) for other, value in likeliest]
     return {"content": content, "refusal": None}
-
-
-def _spelled(token_id: int, logprob: float, renderer: ChatRenderer, as_ids: bool) -> dict[str, Any]:
-    token, raw = _token(token_id, renderer, as_ids), renderer.token_bytes(token_id)
-    return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(raw)}
 
 
 def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:

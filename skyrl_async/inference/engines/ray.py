@@ -26,7 +26,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
-from skyrl_async.inference.generation import joined
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.runtime.tasks import run_together
@@ -65,8 +64,7 @@ class RayEngine:
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
         with self._cancelled_with_caller(request.request_id), self._as_own_errors():
-            # A copy: long columns lie in Ray's object store, which has little memory.
-            return joined([await self._actor.generate.remote(request)])
+            return await self._actor.generate.remote(request)
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``."""
