@@ -60,9 +60,10 @@ def json_list(values: "NDArray[Any] | VersionSpans") -> list[Any]:
     return (found.view(np.int8) if found.dtype == np.bool_ else found).tolist()
 
 
-def fields_of(value: Any) -> dict[str, Any]:
+def fields_of(value: object) -> dict[str, Any]:
     """The fields of a dataclass by name, not copied: ``dataclasses.asdict`` copies every token, which takes longer than writing them."""
-    return {name: getattr(value, name) for name in _field_names(type(value))}
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _field_names(kind)}
 
 
 @cache

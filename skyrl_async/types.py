@@ -291,9 +291,10 @@ _COLUMNS = {
 }
 
 
-def _set_columns(value: Any) -> None:
+def _set_columns(value: object) -> None:
     """Make columns of the fields named in ``_COLUMNS`` and of ``versions``. Raises ``ValueError`` that names the field."""
-    for name, label, make in _column_makers(type(value)):
+    kind: Any = type(value)
+    for name, label, make in _column_makers(kind):
         given = getattr(value, name)
         made = None if given is None else make(given, name=label)
         if made is not given:

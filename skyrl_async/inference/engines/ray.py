@@ -1,6 +1,6 @@
 """Engines in processes of their own: a Ray actor around each vLLM engine, and the object that makes it an ``InferenceEngine`` again.
 
-    RayEngine (any process) ── requests, blocks, control calls ──> EngineActor (its process) ──> VLLMEngine ──> core
+    RayEngine (any process) ── control calls over Ray, requests over EngineConnection ──> EngineActor (its process) ──> VLLMEngine ──> core
 
 A ``RayEngine`` can be pickled. Requests that a weight update aborts continue inside the actor: only those that cannot be continued come
 back with ``abort``. Ray's errors of a dead actor become ``EngineDeadError``; our own errors cross as they are.
@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
+from skyrl_async.inference.engines.connection import EngineConnection
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
@@ -54,23 +55,35 @@ class RayEngine:
         self._started = started
         self._caller = uuid.uuid4().hex
         self._call_numbers = itertools.count()
+        self._connecting = asyncio.Lock()
+        self._connection: EngineConnection | None = None
         self._busy_until = 0.0
         """Deadline of the latest ordered call, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
-        """A copy numbers its calls anew."""
+        """A copy numbers its calls anew, and has a connection of its own."""
         return RayEngine, (self.name, self._actor, self._started)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
-        with self._cancelled_with_caller(request.request_id), self._as_own_errors():
-            return await self._actor.generate.remote(request)
+        async with contextlib.aclosing(self._call(request, streams=False)) as outputs:
+            return await anext(outputs)
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``."""
-        with self._cancelled_with_caller(request.request_id), self._as_own_errors():
-            async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
-                yield await reference
+        async with contextlib.aclosing(self._call(request, streams=True)) as blocks:
+            async for block in blocks:
+                yield block
+
+    async def _call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
+        if self._connection is None:
+            async with self._connecting:
+                if self._connection is None:
+                    address = await self._answer("listen", self._actor.listen.remote())
+                    self._connection = await EngineConnection.connect(self.name, address)
+        async with contextlib.aclosing(self._connection.call(request, streams=streams)) as blocks:
+            async for block in blocks:
+                yield block
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """``InferenceEngine.partial_outputs``."""
@@ -128,6 +141,8 @@ class RayEngine:
 
     async def close(self) -> None:
         """``InferenceEngine.close``. The actor and all its processes are killed."""
+        if self._connection is not None:
+            self._connection.transport.abort()
         ray.kill(self._actor)
 
     async def _control_in_order(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
@@ -162,15 +177,6 @@ class RayEngine:
                     return await call
             except TimeoutError as error:
                 raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited_s:g} s") from error
-
-    @contextlib.contextmanager
-    def _cancelled_with_caller(self, request_id: str) -> Iterator[None]:
-        """End the request in the engine if its caller is cancelled: Ray would continue the call."""
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self._actor.cancel.remote(request_id)
-            raise
 
     @contextlib.contextmanager
     def _as_own_errors(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""A vLLM engine in a Ray actor's process: its requests, which callers can cancel, and every other call.
+"""A vLLM engine in a Ray actor's process: requests, which come over connections of their own, and every other call.
 
-    RayEngine (any process) ──> EngineActor ──> VLLMEngine ──> core
+    RayEngine (any process) ──requests · other calls──> EngineActor ──> VLLMEngine ──> core
 
 Requests that a weight update aborts continue here.
 """
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import ray
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
+from skyrl_async.inference.engines.connection import EngineAddress, listen
 from skyrl_async.inference.generation import (
-    GenerationState,
     OpenCalls,
     call_until_end,
     fetch_partial_outputs,
@@ -43,7 +43,7 @@ class StartedEngine:
 
 
 class EngineActor:
-    """Owns one ``VLLMEngine``, and its requests' tasks, so that callers can cancel them."""
+    """Owns one ``VLLMEngine``."""
 
     def __init__(self, config: VLLMEngineConfig, log_path: str) -> None:
         with open(log_path, "ab", buffering=0) as log:  # of this process and its children
@@ -51,8 +51,9 @@ class EngineActor:
             os.dup2(log.fileno(), sys.stderr.fileno())
         self._config = config
         self._engine: VLLMEngine
-        self._requests: dict[str, asyncio.Task[Any]] = {}
         self._calls = OpenCalls()
+        self._listening = asyncio.Lock()
+        self._address: EngineAddress | None = None
         self._finished: dict[tuple[str, int], asyncio.Event] = {}
         """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
 
@@ -72,15 +73,22 @@ class EngineActor:
             checksum_timeout_s=self._config.checksum_timeout_s,
         )
 
+    async def listen(self) -> EngineAddress:
+        """Where requests are taken from now on. Idempotent."""
+        async with self._listening:
+            if self._address is None:
+                self._address = await listen(ray.util.get_node_ip_address(), self.generate, self.stream)
+        return self._address
+
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
-        with self._registered(request) as state:
+        with self._calls.tracking(request) as state:
             return await generate_to_end(self._engine, request, state, self._may_continue(request))
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """``InferenceEngine.stream``."""
         call = partial(stream_once, self._engine)
-        with self._registered(request) as state:
+        with self._calls.tracking(request) as state:
             blocks = call_until_end(request, state, call, self._may_continue(request))
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
@@ -90,11 +98,6 @@ class EngineActor:
         """``InferenceEngine.partial_outputs``, with the tokens of all the engine's calls for a request."""
         await fetch_partial_outputs(self._engine, self._calls.find(request_ids).values())
         return self._calls.partial_outputs(request_ids)
-
-    async def cancel(self, request_id: str) -> None:
-        """End a request whose caller is gone."""
-        if task := self._requests.get(request_id):
-            task.cancel()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Requests also leave between two of the engine's calls."""
@@ -119,14 +122,3 @@ class EngineActor:
 
     def _may_continue(self, request: EngineRequest) -> Callable[[], bool]:
         return lambda: not self._calls.is_evicted(request.request_id)
-
-    @contextlib.contextmanager
-    def _registered(self, request: EngineRequest) -> Iterator[GenerationState]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._requests[request.request_id] = task
-        try:
-            with self._calls.tracking(request) as state:
-                yield state
-        finally:
-            del self._requests[request.request_id]

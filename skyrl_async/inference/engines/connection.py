@@ -1,0 +1,216 @@
+"""Requests to an engine's process and the tokens that come back, over one socket per caller: Ray's calls take many times the processors'
+time.
+
+    EngineConnection (caller) ── number, request ──> EngineListener (the engine's process) ──> its generate or stream
+                              <── number, tokens ──
+
+A message is its length in four bytes, and a pickle. A caller first sends the listener's key, before which nothing is unpickled. A lost
+connection ends the calls of both sides.
+"""
+
+import asyncio
+import hmac
+import itertools
+import pickle
+import secrets
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from skyrl_async.errors import EngineDeadError, InferenceError
+from skyrl_async.types import EngineOutput, EngineRequest
+
+_NUM_LENGTH_BYTES = 4
+_NUM_KEY_BYTES = 32
+_LOST_S = 30
+"""Silence of the other machine after which the connection counts as lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddress:
+    """Where an engine's process takes requests."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+    """``_NUM_KEY_BYTES`` random bytes."""
+
+
+class _Messages(asyncio.Protocol):
+    """One side of a connection."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        begin, num_unread = 0, len(self._unread)
+        while num_unread - begin >= _NUM_LENGTH_BYTES:
+            body = begin + _NUM_LENGTH_BYTES
+            end = body + int.from_bytes(self._unread[begin:body], "little")
+            if end > num_unread:
+                break
+            self.received(*pickle.loads(self._unread[body:end]))
+            begin = end
+        del self._unread[:begin]
+
+    def send(self, *message: Any) -> None:
+        """Send a message, unless the connection is lost."""
+        body = pickle.dumps(message, protocol=5)
+        if not self.transport.is_closing():
+            self.transport.write(len(body).to_bytes(_NUM_LENGTH_BYTES, "little") + body)
+
+    def received(self, number: int, content: Any, streams: bool = False) -> None:
+        raise NotImplementedError
+
+
+class EngineConnection(_Messages):
+    """The caller's side; made by ``connect``."""
+
+    def __init__(self, name: str, key: bytes) -> None:
+        super().__init__()
+        self._name = name
+        self._key = key
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Queue[EngineOutput | Exception | None]] = {}
+        """Of each open call, what has come and was not taken yet; None: the end."""
+        self._is_lost = False
+
+    @classmethod
+    async def connect(cls, name: str, address: EngineAddress) -> "EngineConnection":
+        """Connect to the engine of this name. Raises ``EngineDeadError``."""
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(lambda: cls(name, address.key), address.host, address.port)
+        except OSError as error:
+            raise EngineDeadError(f"engine {name} is gone: it takes no connection: {error}") from error
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.write(self._key)
+        if sys.platform == "linux":
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_S // 2)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        for answers in self._answers.values():
+            answers.put_nowait(self._death())
+
+    def _death(self) -> EngineDeadError:
+        return EngineDeadError(f"engine {self._name} is gone: its connection ended")
+
+    def received(self, number: int, content: Any, streams: bool = False) -> None:
+        if number in self._answers:  # not if its caller has left
+            self._answers[number].put_nowait(content)
+
+    async def call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the blocks of the engine's ``stream``, or the one output of its ``generate``.
+
+        The engine ends the request if the caller leaves before. Raises the engine's errors, and ``EngineDeadError``.
+        """
+        if self._is_lost:
+            raise self._death()
+        number, is_open = next(self._numbers), True
+        answers = self._answers[number] = asyncio.Queue()
+        self.send(number, request, streams)
+        try:
+            while (answer := await answers.get()) is not None:
+                is_open = isinstance(answer, EngineOutput) and answer.finish_reason is None
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+                if not is_open:
+                    return
+            is_open = False
+        finally:
+            del self._answers[number]
+            if is_open:
+                self.send(number, None)
+
+
+class EngineListener(_Messages):
+    """The engine's side of one connection; ``listen`` makes one for each.
+
+    Args:
+        generate, stream: the engine's.
+        key: that the caller must send first.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[EngineRequest], Awaitable[EngineOutput]],
+        stream: Callable[[EngineRequest], AsyncIterator[EngineOutput]],
+        key: bytes,
+    ) -> None:
+        super().__init__()
+        self._generate = generate
+        self._stream = stream
+        self._key = key
+        self._is_known = False
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for call in self._calls.values():
+            call.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_known:
+            super().data_received(data)
+            return
+        self._unread += data
+        if len(self._unread) < _NUM_KEY_BYTES:
+            return
+        self._is_known = hmac.compare_digest(self._unread[:_NUM_KEY_BYTES], self._key)
+        del self._unread[:_NUM_KEY_BYTES]
+        if self._is_known:
+            super().data_received(b"")
+        else:
+            self.transport.abort()
+
+    def received(self, number: int, content: Any, streams: bool = False) -> None:
+        if content is None:
+            if number in self._calls:
+                self._calls[number].cancel()
+            return
+        # Callers come and go: no task group could own their calls, which their connection cancels.
+        call = asyncio.create_task(self._answer(number, content, streams), name=f"engine-call-{number}")
+        self._calls[number] = call
+        call.add_done_callback(lambda _: self._calls.pop(number))
+
+    async def _answer(self, number: int, request: EngineRequest, streams: bool) -> None:
+        try:
+            if not streams:
+                self.send(number, await self._generate(request))
+                return
+            async for block in self._stream(request):
+                self.send(number, block)
+            self.send(number, None)
+        except Exception as error:
+            self._send_error(number, error)
+
+    def _send_error(self, number: int, error: Exception) -> None:
+        try:
+            self.send(number, error)
+        except Exception:  # not every error of other packages can be pickled
+            self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
+
+
+async def listen(
+    host: str,
+    generate: Callable[[EngineRequest], Awaitable[EngineOutput]],
+    stream: Callable[[EngineRequest], AsyncIterator[EngineOutput]],
+) -> EngineAddress:
+    """Take requests of callers that know the key, as long as the process lives."""
+    key = secrets.token_bytes(_NUM_KEY_BYTES)
+    server = await asyncio.get_running_loop().create_server(lambda: EngineListener(generate, stream, key), host, 0)
+    return EngineAddress(host=host, port=server.sockets[0].getsockname()[1], key=key)
