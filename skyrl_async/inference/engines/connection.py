@@ -15,15 +15,14 @@ import pickle
 import secrets
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from skyrl_async.errors import EngineDeadError, InferenceError
 from skyrl_async.types import EngineOutput, EngineRequest
 
 _NUM_LENGTH_BYTES = 4
-_NUM_KEY_BYTES = 32
 _LOST_S = 30
 """Silence of the other machine after which the connection counts as lost."""
 
@@ -35,7 +34,14 @@ class EngineAddress:
     host: str
     port: int
     key: bytes = field(repr=False)
-    """``_NUM_KEY_BYTES`` random bytes."""
+
+
+class Sampling(Protocol):
+    """The part of ``InferenceEngine`` that is called here."""
+
+    async def generate(self, request: EngineRequest) -> EngineOutput: ...
+
+    def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]: ...
 
 
 class _Messages(asyncio.Protocol):
@@ -139,22 +145,11 @@ class EngineConnection(_Messages):
 
 
 class EngineListener(_Messages):
-    """The engine's side of one connection; ``listen`` makes one for each.
+    """The engine's side of one connection; ``listen`` makes one for each."""
 
-    Args:
-        generate, stream: the engine's.
-        key: that the caller must send first.
-    """
-
-    def __init__(
-        self,
-        generate: Callable[[EngineRequest], Awaitable[EngineOutput]],
-        stream: Callable[[EngineRequest], AsyncIterator[EngineOutput]],
-        key: bytes,
-    ) -> None:
+    def __init__(self, engine: Sampling, key: bytes) -> None:
         super().__init__()
-        self._generate = generate
-        self._stream = stream
+        self._engine = engine
         self._key = key
         self._is_known = False
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -164,53 +159,44 @@ class EngineListener(_Messages):
             call.cancel()
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_known:
+            self._unread += data
+            if len(self._unread) < len(self._key):
+                return
+            data = bytes(self._unread[len(self._key) :])
+            self._is_known = hmac.compare_digest(self._unread[: len(self._key)], self._key)
+            self._unread.clear()
         if self._is_known:
             super().data_received(data)
-            return
-        self._unread += data
-        if len(self._unread) < _NUM_KEY_BYTES:
-            return
-        self._is_known = hmac.compare_digest(self._unread[:_NUM_KEY_BYTES], self._key)
-        del self._unread[:_NUM_KEY_BYTES]
-        if self._is_known:
-            super().data_received(b"")
         else:
             self.transport.abort()
 
     def received(self, number: int, content: Any, streams: bool = False) -> None:
-        if content is None:
-            if number in self._calls:
-                self._calls[number].cancel()
-            return
-        # Callers come and go: no task group could own their calls, which their connection cancels.
-        call = asyncio.create_task(self._answer(number, content, streams), name=f"engine-call-{number}")
-        self._calls[number] = call
-        call.add_done_callback(lambda _: self._calls.pop(number))
+        if content is not None:
+            # Callers come and go: no task group could own their calls, which their connection cancels.
+            call = asyncio.create_task(self._answer(number, content, streams), name=f"engine-call-{number}")
+            self._calls[number] = call
+            call.add_done_callback(lambda _: self._calls.pop(number))
+        elif number in self._calls:
+            self._calls[number].cancel()
 
     async def _answer(self, number: int, request: EngineRequest, streams: bool) -> None:
         try:
-            if not streams:
-                self.send(number, await self._generate(request))
-                return
-            async for block in self._stream(request):
-                self.send(number, block)
+            if streams:
+                async for block in self._engine.stream(request):
+                    self.send(number, block)
+            else:
+                self.send(number, await self._engine.generate(request))
             self.send(number, None)
         except Exception as error:
-            self._send_error(number, error)
-
-    def _send_error(self, number: int, error: Exception) -> None:
-        try:
-            self.send(number, error)
-        except Exception:  # not every error of other packages can be pickled
-            self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
+            try:
+                self.send(number, error)
+            except Exception:  # not every error of other packages can be pickled
+                self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
 
 
-async def listen(
-    host: str,
-    generate: Callable[[EngineRequest], Awaitable[EngineOutput]],
-    stream: Callable[[EngineRequest], AsyncIterator[EngineOutput]],
-) -> EngineAddress:
-    """Take requests of callers that know the key, as long as the process lives."""
-    key = secrets.token_bytes(_NUM_KEY_BYTES)
-    server = await asyncio.get_running_loop().create_server(lambda: EngineListener(generate, stream, key), host, 0)
-    return EngineAddress(host=host, port=server.sockets[0].getsockname()[1], key=key)
+async def listen(host: str, engine: Sampling) -> tuple[asyncio.Server, EngineAddress]:
+    """Take requests of callers that know the address, until the server is closed."""
+    key = secrets.token_bytes(32)
+    server = await asyncio.get_running_loop().create_server(lambda: EngineListener(engine, key), host, 0)
+    return server, EngineAddress(host=host, port=server.sockets[0].getsockname()[1], key=key)

@@ -52,8 +52,7 @@ class EngineActor:
         self._config = config
         self._engine: VLLMEngine
         self._calls = OpenCalls()
-        self._listening = asyncio.Lock()
-        self._address: EngineAddress | None = None
+        self._listening: asyncio.Task[tuple[asyncio.Server, EngineAddress]] | None = None
         self._finished: dict[tuple[str, int], asyncio.Event] = {}
         """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
 
@@ -75,10 +74,10 @@ class EngineActor:
 
     async def listen(self) -> EngineAddress:
         """Where requests are taken from now on. Idempotent."""
-        async with self._listening:
-            if self._address is None:
-                self._address = await listen(ray.util.get_node_ip_address(), self.generate, self.stream)
-        return self._address
+        if self._listening is None:
+            self._listening = asyncio.create_task(listen(ray.util.get_node_ip_address(), self), name="engine-listener")
+        _, address = await self._listening
+        return address
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
