@@ -207,7 +207,7 @@ class Serving:
 
     async def num_left(self) -> tuple[float, int, int]:
         """Requests that the router, the actor and the engine still know."""
-        registered = await self.engine._actor.__ray_call__.remote(lambda actor: len(actor._requests))
+        registered = await self.engine._actor.__ray_call__.remote(lambda actor: len(actor._calls._states))
         in_engine = (await self.engine.statistics())["num_requests"]
         return self.client.statistics()["running_requests"], registered, in_engine
 
