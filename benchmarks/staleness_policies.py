@@ -5,13 +5,28 @@ lognormal with a mean of 1,000 tokens before the cut at eight times that; traini
 groups in flight as the credits allow. Weights are published in no time, and requests freeze meanwhile. To be quick, one modelled
 token stands for ten.
 
-The *limit* is max(training, longest answer of a mini-batch at full speed / (S + 1)) per step: no schedule with a hard bound and no
-waste is faster. Steps are counted from the ninth to the last after which groups are admitted. A row of one seed is good
-to about 3 %, so those of ``wait`` are means over three.
+The *limit* is max(training, longest answer of a mini-batch at full speed / (bound + 1)) per step: no schedule with a hard bound and
+no waste is faster. Steps are counted from the ninth to the last after which groups are admitted. A row of one seed is good
+to about 3 %, so those of ``wait`` at the bounds 0, 1, 2, 4, 8 are means over three.
 
-Beside the policies of ``trainer.staleness_policy`` there are ``wait_alike`` (requests spread over engines by number instead of age),
-``areal`` (groups trained in order of arrival under the capacity rule alone) and ``prime_rl`` (order of arrival, and what is too old
-is dropped), both with requests spread by number.
+*S* says how many groups are admitted. The bound is S, but for ``window``, whose window raises it (S + ``window_steps``); ``wait`` has
+rows at these bounds, too.
+
+Beside the policies of ``trainer.staleness_policy`` there are the rules of other systems, with requests spread by number, as in
+``wait_alike``. Commits are those read.
+
+    areal               groups trained in order of arrival under the capacity rule alone (AReaL; so does verl's fully_async_policy)
+    prime_rl            order of arrival, and what is too old is dropped
+    torchtitan_fifo     order of admission: experiments/rl/components/work_buffer.py with window_fraction=None (b5bcd76)
+    torchtitan_window   the same with its default window, 0.3 of the (S + 1) mini-batches that may be open
+    tinker              rl/train.py of tinker-cookbook (9dfcc3a): always a mini-batch of groups in flight, whatever has finished; order of
+                        arrival; a group that is too old when it is taken is dropped, and its prompt drawn again
+    verl_wait           trainer/ppo/v1/replay_buffer.py of verl (1dda039) with max_off_policy_strategy=wait, max_off_policy_threshold=S + 1
+                        and num_warmup_batches=S: a step begins when no group aged S is running and a mini-batch is finished, and takes
+                        the oldest ones
+
+What is not modelled: torchtitan fills the next mini-batch while one is trained (the same groups, so the same speed), tinker draws a
+dropped prompt again after those that wait, verl looks every 2 s.
 """
 
 import gc
@@ -23,7 +38,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.inference.client import InferenceEngineClient
@@ -36,7 +51,19 @@ from skyrl_async.types import Group, PauseMode, Trajectory
 
 SIGMAS = (0.5, 0.8, 1.2)
 BOUNDS = (0, 1, 2, 4, 8)
-POLICIES = ("wait", "wait_alike", "mask", "resample", "allow", "areal", "prime_rl")
+POLICIES = ("wait", "window", "wait_alike", "mask", "resample", "allow")
+PEERS = {
+    "areal": "allow",
+    "prime_rl": "resample",
+    "tinker": "resample",
+    "torchtitan_fifo": "wait",
+    "torchtitan_window": "wait",
+    "verl_wait": "wait",
+}
+"""Rule of another system -> our policy with the same promise: none, waste, or a bound without waste."""
+_WHOLE_ONLY = ("torchtitan_fifo", "torchtitan_window", "verl_wait")
+"""Rules of systems that train whole mini-batches alone."""
+_UNLIMITED_STEPS = 1000
 PLAIN_SHARES = {
     (0.5, 1): (0.74, 0.83),
     (0.5, 4): (0.59, 0.64),
@@ -50,7 +77,7 @@ PLAIN_SHARES = {
 _NUM_ENGINES = 8
 _HALF_SPEED_REQUESTS = 170.0
 _WARM_UP_STEPS = 8
-_KEYS = ("policy", "streamed", "sigma", "staleness")
+_KEYS = ("policy", "streamed", "sigma", "staleness", "bound")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +92,29 @@ class Case:
     num_steps: int
     mini_batch_size: int = 64
 
+    OWN_POLICY: ClassVar[dict[str, str]] = {
+        "wait_alike": "wait",
+        "areal": "allow",
+        "prime_rl": "resample",
+        "tinker": "allow",
+        "torchtitan_fifo": "window",
+        "torchtitan_window": "window",
+        "verl_wait": "allow",
+    }
+    """Row -> the policy that it runs under; what that lacks of the rule, its buffer has."""
+
     @property
     def settings(self) -> SimulationSettings:
         in_flight = 32 * self.mini_batch_size
-        policy = {"wait_alike": "wait", "areal": "allow", "prime_rl": "resample"}.get(self.policy, self.policy)
+        policy = self.OWN_POLICY.get(self.policy, self.policy)
+        is_tinker = self.policy == "tinker"
         return SimulationSettings(
             mini_batch_size=self.mini_batch_size,
             group_size=8,
-            max_staleness_steps=self.staleness,
+            max_staleness_steps=_UNLIMITED_STEPS if is_tinker else self.staleness,
             staleness_policy=policy,
+            staleness_window_groups=1 if self.policy == "torchtitan_fifo" else None,
+            num_workers=self.mini_batch_size if is_tinker else None,
             oldest_weight=None if policy == self.policy else 1.0,
             num_steps=self.num_steps,
             num_prompts=4096,
@@ -110,6 +151,47 @@ class ArrivalBuffer(GroupBuffer):
         return None if group is None else self._arrived.pop(group.admission_index)
 
 
+class TinkerBuffer(ArrivalBuffer):
+    """Drops a group that is too old when it is taken. Set ``simulation`` and ``bound`` before it is used."""
+
+    simulation: Simulation
+    bound: int
+
+    async def get(self, is_allowed: Any) -> Group | None:
+        """See ``GroupBuffer``."""
+        while group := await super().get(is_allowed):
+            if self.simulation.staleness.trained_version - group.scheduled_version <= self.bound:
+                break
+            await self.simulation.workers.requeue_finished(group)
+        return group
+
+
+class VerlBuffer(GroupBuffer):
+    """Gives a mini-batch when it is complete and no group of the bound's age is running. Set ``simulation`` and ``bound`` before."""
+
+    simulation: Simulation
+    bound: int
+    _num_left = 0
+
+    def can_give(self, is_allowed: Any) -> bool:
+        """See ``GroupBuffer``."""
+        if self._num_left or self._is_closed:
+            return super().can_give(is_allowed)
+        staleness = self.simulation.staleness
+        oldest = next(iter(staleness._running.values()), None)
+        is_late = oldest is not None and staleness.trained_version - oldest.scheduled_version >= self.bound
+        return not is_late and len(self) >= staleness.mini_batch_size
+
+    async def get(self, is_allowed: Any) -> Group | None:
+        """See ``GroupBuffer``."""
+        group = await super().get(is_allowed)
+        self._num_left = (self._num_left or self.simulation.staleness.mini_batch_size) - 1
+        return group
+
+
+_BUFFERS = {"areal": ArrivalBuffer, "prime_rl": ArrivalBuffer, "tinker": TinkerBuffer, "verl_wait": VerlBuffer}
+
+
 class KnowingGenerator(ModelledGenerator):
     """Remembers how long every answer that was begun would have become."""
 
@@ -139,13 +221,14 @@ class KnowingGenerator(ModelledGenerator):
 def measure(case: Case) -> dict[str, Any]:
     """Run one case; its row."""
     settings, started = case.settings, time.process_time()
-    simulation, generator = run_in_virtual_time(_simulate(case, settings))
+    simulation, generator, ages = run_in_virtual_time(_simulate(case, settings))
+    bound = case.staleness + simulation.staleness.window_steps
     steps = [values for _, values in simulation.logged if "timing/step" in values]
     steady = steps[_WARM_UP_STEPS : -(case.staleness + 1)]
     step_seconds = fmean(values["timing/step"] for values in steady)
     train_seconds = settings.mini_batch_size * settings.group_size * generator.mean_length * settings.seconds_per_token
     longest = generator.mean_longest(settings.mini_batch_size) / settings.tokens_per_second
-    limit = max(train_seconds, longest / (case.staleness + 1))
+    limit = max(train_seconds, longest / (bound + 1))
     totals = simulation.trainer.totals
     sampled = sum(engine.num_sampled_tokens for engine in simulation.engines)
     used = totals.trained_tokens + totals.masked_tokens
@@ -154,9 +237,11 @@ def measure(case: Case) -> dict[str, Any]:
         "streamed": case.streamed,
         "sigma": case.sigma,
         "staleness": case.staleness,
+        "bound": bound,
         "utilisation": fmean(values["timing/forward_backward"] for values in steady) / step_seconds,
         "share_of_limit": limit / step_seconds,
-        "over_share": totals.groups_over_bound / totals.trained_groups,
+        "over_share": sum(age > bound for age in ages) / len(ages),
+        "staleness_mean": fmean(ages),
         "wasted_share": (sampled - used) / sampled,
         "masked_frac": totals.masked_tokens / used,
         "length_ratio": totals.trained_tokens / totals.trained_trajectories / generator.mean_length,
@@ -165,22 +250,32 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulation, KnowingGenerator]:
+async def _simulate(
+    case: Case, settings: SimulationSettings
+) -> tuple[Simulation, KnowingGenerator, list[int]]:
+    """Run it; also returns the staleness of every trained group."""
     generators: list[KnowingGenerator] = []
+    ages: list[int] = []
 
     def make_generator(client: InferenceEngineClient) -> KnowingGenerator:
         generators.append(KnowingGenerator(client, settings))
         return generators[0]
 
-    make_buffer = ArrivalBuffer if case.policy in ("areal", "prime_rl") else GroupBuffer
-    simulation = Simulation(settings, generator_over=make_generator, make_buffer=make_buffer)
+    simulation = Simulation(
+        settings,
+        generator_over=make_generator,
+        make_buffer=_BUFFERS.get(case.policy, GroupBuffer),
+        log_groups=lambda version, groups: ages.extend(version - group.scheduled_version for group in groups),
+    )
+    if isinstance(simulation.buffer, TinkerBuffer | VerlBuffer):
+        simulation.buffer.simulation, simulation.buffer.bound = simulation, case.staleness
     gc.collect()
     gc.disable()  # the run is short and leaves little cyclic garbage: looking for it is not worth its time
     try:
         await simulation.trainer.run()
     finally:
         gc.enable()
-    return simulation, generators[0]
+    return simulation, generators[0], ages
 
 
 def num_steps(staleness: int) -> int:

@@ -158,7 +158,7 @@ class RunTotals:
         self.trained_trajectories += sum(len(live_samples_of(g.trajectories)) for g in figures.groups)
         self.staleness_sum += sum(figures.staleness)
         self.staleness_max = max(self.staleness_max, *figures.staleness)
-        self.groups_over_bound += sum(s > figures.max_staleness_steps for s in figures.staleness)
+        self.groups_over_bound += figures.num_over_bound
         self.staleness_wait_seconds += figures.staleness_wait_seconds
         self.training_seconds += figures.seconds["step"]
         del self.pauses[:-_MAX_PAUSES]
@@ -167,7 +167,7 @@ class RunTotals:
         self.max_staleness_steps = figures.max_staleness_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
         for wait, held_seconds in zip(figures.waits, accumulate(w.seconds for w in figures.waits), strict=True):
-            needed = needed_bound(wait.staleness, held_seconds, free_step_seconds)
+            needed = needed_bound(wait.staleness, held_seconds, free_step_seconds) - figures.window_steps
             self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed)
         self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))

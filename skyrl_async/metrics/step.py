@@ -37,6 +37,8 @@ class StepFigures:
     trained_version: int
     """Policy version as the step begins: completed optimizer steps."""
     max_staleness_steps: int
+    window_steps: int = 0
+    """By which ``trainer.staleness_policy=window`` raises the bound."""
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -82,6 +84,11 @@ class StepFigures:
         return [self.trained_version - group.scheduled_version for group in self.groups]
 
     @property
+    def num_over_bound(self) -> int:
+        """Groups staler than the bound."""
+        return sum(s > self.max_staleness_steps + self.window_steps for s in self.staleness)
+
+    @property
     def num_tokens(self) -> int:
         """Trained tokens in the mini-batch."""
         return sum(group.num_sampled_tokens for group in self.groups)
@@ -121,14 +128,13 @@ class StepFigures:
         live = [sample for sample in rewarded if not sample.is_overlong]
         num_samples = sum(len(samples_of(group.trajectories)) for group in self.groups)
         lags, staleness = self.token_lags, self.staleness
-        over = sum(s > self.max_staleness_steps for s in staleness)
         values = {
             "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
             "reward/shaped_mean": sum(s.shaped_reward for s in live) / max(1, len(live)),
             "reward/zero_variance_frac": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
-            "async/over_bound_frac": over / len(staleness),
+            "async/over_bound_frac": self.num_over_bound / len(staleness),
             "timing/wait_for_staleness": self.staleness_wait_seconds,
             "async/masked_frac": self.num_masked_tokens / max(1, self.num_tokens + self.num_masked_tokens),
             "async/token_lag_mean": sum(lag * num for lag, num in lags.items()) / max(1, lags.total()),

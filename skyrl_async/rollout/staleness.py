@@ -7,12 +7,14 @@ wait.
 The trainer acts on the decisions of a ``StalenessPolicy``, one for each value of ``trainer.staleness_policy``:
 
     wait      hold a group back while older ones need its place in the step: none passes the bound, the trainer waits
+    window    hold a group back unless it is among the W oldest admitted from the oldest open one on; the bound grows by the window
     mask      train groups at once, and mask tokens sampled under too old a version
     resample  train groups at once; abort a group that can no longer be trained in time, and requeue its prompt
     allow     train groups at once, and count the old ones
 """
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +43,17 @@ class _AsyncStalenessManager:
     At the step being worked on (1-based: completed steps + 1), ``accepted + running <= (max_staleness_steps + step) *
     mini_batch_size`` and ``running <= max_concurrent_generation_groups``, where accepted counts every group finished so far and not
     filtered, the trained ones included. A group admitted at version v is then among the first ``(max_staleness_steps + v + 1) *
-    mini_batch_size``, so a trainer that asks ``may_train`` never exceeds the bound.
+    mini_batch_size``, so a trainer that asks ``may_train`` never exceeds the bound S = ``max_staleness_steps``.
+
+    A trainer that asks ``is_in_window`` instead (windowed FIFO: MiniMax, arXiv 2605.26494, section 6.2.4) never exceeds ``S +
+    window_steps``, with W = ``window_groups`` and mini-batches of P:
+
+        A group g admitted at version v has at most (S + v + 1) P - 1 groups before it. A younger one is trained before g only with an
+        index less than W above that of the oldest open group, hence above g's: that is W - 1 groups at most. So at most
+        (S + v + 1) P + W - 2 groups are trained before g, and g's step begins at version v + S + floor((P + W - 2) / P) at most, which
+        is v + S + ceil((W - 1) / P).
+
+    For S >= 1 some order of arrival reaches it. At S = 0 the P groups admitted at a version are those of its step: the bound stays 0.
     """
 
     max_concurrent_generation_groups: int
@@ -58,6 +70,8 @@ class _AsyncStalenessManager:
     """
     admits_whole_batches: bool = field(default=False, kw_only=True)
     """Admit each mini-batch at once, after the last group of the previous one has ended."""
+    window_groups: int = field(default=1, kw_only=True)
+    """Admission indices in the window, that of the oldest open group included, >= 1; 1 unless the policy is ``window``."""
 
     served_version: int = field(default=0, init=False)
     """Policy version that every engine serves: groups are admitted at it."""
@@ -86,6 +100,11 @@ class _AsyncStalenessManager:
     def num_accepted(self) -> int:
         """Groups finished so far and not filtered, the trained ones included."""
         return self._num_trained + len(self._finished)
+
+    @property
+    def window_steps(self) -> int:
+        """Optimizer steps by which the window raises the bound (formula: class docstring)."""
+        return -(-(self.window_groups - 1) // self.mini_batch_size) if self.max_staleness_steps else 0
 
     @property
     def capacity(self) -> int:
@@ -186,6 +205,14 @@ class _AsyncStalenessManager:
                 return False
         return True
 
+    def is_in_window(self, index: int) -> bool:
+        """Whether the open group with this admission index is in the window.
+
+        The window begins at the oldest open group, and moves when that is trained or dropped; groups taken from its middle do not
+        move it.
+        """
+        return index < next(iter(self._open)) + self.window_groups
+
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor dropped."""
         return next(iter(self._open), None)
@@ -213,10 +240,16 @@ class _AsyncStalenessManager:
         self._num_trained = version * self.mini_batch_size
         self.next_index = next_index
         restored: list[Admission] = []
-        for admission in sorted((*finished, *running), key=lambda a: a.index):
-            num_steps_before = len(restored) // self.mini_batch_size
-            staleness = version + num_steps_before - (admission.scheduled_version if holds_bound else version)
-            if staleness <= self.max_staleness_steps:
+        opened = sorted((*finished, *running), key=lambda a: a.index)
+        for place, admission in enumerate(opened):
+            num_overtaking = 0
+            if self.window_steps:
+                end = admission.index + self.window_groups
+                num_overtaking = bisect_left(opened, end, key=lambda a: a.index) - place - 1 + max(0, end - next_index)
+            latest = version + (len(restored) + num_overtaking) // self.mini_batch_size
+            staleness = latest - admission.scheduled_version if holds_bound else 0
+            has_place = len(restored) < (self.max_staleness_steps + 1) * self.mini_batch_size
+            if has_place and staleness <= self.max_staleness_steps + self.window_steps:
                 restored.append(admission)
                 self._open_group(admission)
         is_running = {admission.index for admission in running}
@@ -259,6 +292,8 @@ class StalenessPolicy:
     name: str
     holds_back: bool = False
     """A finished group waits while groups admitted before it may need its place in the step."""
+    has_window: bool = False
+    """With ``holds_back``: a finished group waits only while it is outside the window."""
     masks: bool = False
     """Tokens older than the bound are masked from the loss."""
     drops_groups: bool = False
@@ -271,6 +306,8 @@ class StalenessPolicy:
 
     def may_train(self, group: Group, staleness: _AsyncStalenessManager, num_free: int) -> bool:
         """Whether a finished group may take one of the ``num_free`` places in the step."""
+        if self.has_window:
+            return staleness.is_in_window(group.admission_index)
         return not self.holds_back or staleness.may_train(group.scheduled_version, num_free)
 
     def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
@@ -298,6 +335,7 @@ STALENESS_POLICIES = {
     policy.name: policy
     for policy in (
         StalenessPolicy(name="wait", holds_back=True),
+        StalenessPolicy(name="window", holds_back=True, has_window=True),
         StalenessPolicy(name="mask", masks=True),
         StalenessPolicy(name="resample", drops_groups=True),
         StalenessPolicy(name="allow"),

@@ -49,6 +49,7 @@ class SimulationSettings:
     """Trajectories per group."""
     max_staleness_steps: int = 2
     staleness_policy: str = "wait"
+    staleness_window_groups: int | None = None
     num_steps: int | None = 20
     num_prompts: int = 64
     num_epochs: int | None = None

@@ -102,6 +102,7 @@ def make_run(
         None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
         limits_buffered_groups=trainer.count_buffered_as_in_flight and not trainer.publishes_between_batches,
         admits_whole_batches=trainer.schedule is Schedule.one_step_off,
+        window_groups=trainer.window_groups,
     )
     buffer = make_buffer(mini_batch_size * (trainer.staleness_bound + 1))
     board = StageBoard(on_left=trace_stages(trace))

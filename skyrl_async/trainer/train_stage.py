@@ -97,6 +97,7 @@ class TrainStage:
         return StepFigures(
             trained_version=self._run.staleness.trained_version,
             max_staleness_steps=self._run.staleness.max_staleness_steps,
+            window_steps=self._run.staleness.window_steps,
             began_at=asyncio.get_running_loop().time(),
         )
 

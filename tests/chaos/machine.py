@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from tests.chaos.virtual import INTERRUPTS, SETTINGS, VirtualFault, VirtualRun
 from tests.chaos.virtual_attack import Survivals, without_syncing
 
-_STEPS_AFTER = SETTINGS.max_staleness_steps + 3
+_STEPS_AFTER = SETTINGS.max_staleness_steps + 4
 """With so many more, all that was in flight at the last fault is trained."""
 _PATIENCE_S = 180.0
 _SLICE_S = 10.0
@@ -48,9 +48,12 @@ class ARunUnderFaults(RuleBasedStateMachine):
         self._stack.callback(shutil.rmtree, self._directory)
         self._num_hung = 0
 
-    @initialize(double_buffer=st.booleans(), num_engines=st.sampled_from([1, 3]))
-    def a_run_begins(self, double_buffer: bool, num_engines: int) -> None:
-        self._run = VirtualRun(self._directory, replace(SETTINGS, double_buffer=double_buffer, num_engines=num_engines))
+    @initialize(
+        double_buffer=st.booleans(), num_engines=st.sampled_from([1, 3]), policy=st.sampled_from(["wait", "window"])
+    )
+    def a_run_begins(self, double_buffer: bool, num_engines: int, policy: str) -> None:
+        settings = replace(SETTINGS, double_buffer=double_buffer, num_engines=num_engines, staleness_policy=policy)
+        self._run = VirtualRun(self._directory, settings)
         self._stack.callback(self._run.close)
         self._survivals = Survivals(self._run)
 

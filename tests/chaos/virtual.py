@@ -196,7 +196,7 @@ class VirtualRun:
             self._run_dir,
             uids={f"p{i}" for i in range(settings.num_prompts)},
             mini_batch_size=settings.mini_batch_size,
-            max_staleness_steps=settings.max_staleness_steps,
+            max_staleness_steps=settings.max_staleness_steps + self._simulation.staleness.window_steps,
         )
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.fields import bounded, require
 
-StalenessPolicy = StrEnum("StalenessPolicy", ["wait", "mask", "resample", "allow"])
+StalenessPolicy = StrEnum("StalenessPolicy", ["wait", "window", "mask", "resample", "allow"])
 Schedule = StrEnum("Schedule", ["sync", "one_step_off", "fully_async"])
 
 
@@ -15,6 +15,8 @@ _BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_
 _WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
 _SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
+_WINDOW_SHARE = 0.3
+"""Of the groups that may be open: MiniMax's (arXiv 2605.26494, section 6.2.4), and torchtitan's default."""
 _FILTERED_MINI_BATCHES = 30
 """SkyRL's ``dynamic_sampling.max_sample_batches``."""
 
@@ -59,8 +61,13 @@ class TrainerConfig:
     are admitted by the same rule here; the age at which they are trained is bounded, too.
     """
     staleness_policy: StalenessPolicy = StalenessPolicy.wait
-    """What to do with groups older than the bound. wait: hold the step until they are in. mask: train them, mask tokens past the bound.
-    resample: abort and requeue the prompt. allow: train and count.
+    """What to do with groups older than the bound. wait: hold the step until they are in. window: train any of the
+    staleness_window_groups oldest, which raises the bound by ceil((staleness_window_groups - 1) / policy_mini_batch_size). mask: train
+    them, mask tokens past the bound. resample: abort and requeue the prompt. allow: train and count.
+    """
+    staleness_window_groups: int | None = None
+    """With staleness_policy=window: groups admitted one after the other, from the oldest open one on, of which training may take any that
+    is finished; up to policy_mini_batch_size * (max_staleness_steps + 1). 1 is the order of admission. Null: 0.3 of that.
     """
     policy_mini_batch_size: int = bounded(64, ge=1)
     """Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); SkyRL's
@@ -160,6 +167,16 @@ class TrainerConfig:
             f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})"
         )
         require(workers is None or least <= workers <= most, key, expected, workers)
+        self._check_window(most)
+
+    def _check_window(self, most: int) -> None:
+        """Raise ``ConfigError`` for a window that the policy does not have, or of more groups than may be open."""
+        asked, key = self.staleness_window_groups, "trainer.staleness_window_groups"
+        if self.staleness_policy is not StalenessPolicy.window:
+            expected = f"null unless trainer.staleness_policy=window (it is {self.staleness_policy.name})"
+            require(asked is None, key, expected, asked)
+        expected = f"between 1 and policy_mini_batch_size * (max_staleness_steps + 1) ({most}), or null"
+        require(asked is None or 1 <= asked <= most, key, expected, asked)
 
     def _check_schedule(self) -> None:
         """Raise ``ConfigError`` for a bound or streaming that the schedule does not have, and for names of the bound that differ."""
@@ -189,6 +206,14 @@ class TrainerConfig:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
         _, asked = self._asked(*_BOUND_NAMES)
         return _SCHEDULE_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
+
+    @property
+    def window_groups(self) -> int:
+        """``staleness_window_groups``, or its default; 1 with another policy than ``window``."""
+        if self.staleness_policy is not StalenessPolicy.window:
+            return 1
+        most = self.policy_mini_batch_size * (self.staleness_bound + 1)
+        return self.staleness_window_groups or max(1, int(_WINDOW_SHARE * most))
 
     @property
     def publishes_between_batches(self) -> bool:

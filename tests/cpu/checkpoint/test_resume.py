@@ -183,7 +183,7 @@ def step_of(checkpoint: Path | None) -> int:
     bound=st.integers(0, 3),
     kills=st.lists(st.floats(0.5, 40.0), min_size=1, max_size=2),
     kind=st.sampled_from(list(GENERATORS)),
-    policy=st.sampled_from(["wait", "mask", "resample", "allow"]),
+    policy=st.sampled_from(["wait", "window", "mask", "resample", "allow"]),
     mode=st.sampled_from(PauseMode),
     seed=st.integers(0, 3),
 )

@@ -81,7 +81,7 @@ def uid(group: tuple[Trajectory, ...]) -> str:
 @given(
     share=st.sampled_from([0.15, 0.5, 0.9]),
     bound=st.integers(0, 3),
-    policy=st.sampled_from(["wait", "mask", "resample", "allow"]),
+    policy=st.sampled_from(["wait", "window", "mask", "resample", "allow"]),
     streamed=st.booleans(),
     deterministic=st.booleans(),
     schedule=st.sampled_from(["fully_async", "late publishes", "one_step_off"]),
@@ -118,7 +118,7 @@ def test_every_mini_batch_is_full_of_groups_with_a_signal_whatever_the_policy_an
     assert states["trained_total"] == totals.trained_groups == 24
     assert states["filtered_total"] == totals.filtered_groups == sum(totals.filtered_by.values())
     assert simulation.staleness.num_running == states["running"] == states["finished"] == 0
-    if policy in ("wait", "resample"):
+    if policy in ("wait", "window", "resample"):
         assert totals.groups_over_bound == 0
     if policy == "mask":
         assert max(logged(simulation, "async/token_lag_max")) <= job.max_staleness_steps

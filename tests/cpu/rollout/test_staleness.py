@@ -1,12 +1,13 @@
 """The staleness manager: the capacity rule, driven by hand and by Hypothesis, in virtual time."""
 
 import asyncio
+import math
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from skyrl_async.errors import StateError
 from skyrl_async.rollout.staleness import Admission, _AsyncStalenessManager
@@ -20,17 +21,27 @@ def drive(coroutine):
     return result.value.value
 
 
-class CapacityRule(RuleBasedStateMachine):
-    """Admissions, ends and steps in any order keep the rule, and no group ever gets older than the bound."""
+class Admissions(RuleBasedStateMachine):
+    """Groups are admitted and end in any order; the trainer takes the oldest finished one that it may."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch, self.bound, self.most = 3, 2, 7
-        self.manager = _AsyncStalenessManager(self.most, self.batch, self.bound)
+        self.set_up(batch=3, bound=2)
+
+    def set_up(self, *, batch: int, bound: int, window: int = 1) -> None:
+        self.batch, self.bound, self.window, self.most = batch, bound, window, 7
+        self.manager = self.new_manager()
+        self.held = bound + self.manager.window_steps
         self.running: list[Admission] = []
         self.finished: list[Admission] = []
         self.trained: list[Admission] = []
         self.num_free = self.batch
+
+    def new_manager(self) -> _AsyncStalenessManager:
+        return _AsyncStalenessManager(self.most, self.batch, self.bound, window_groups=self.window)
+
+    def may_train(self, admission: Admission) -> bool:
+        return self.manager.may_train(admission.scheduled_version, self.num_free)
 
     @precondition(lambda self: self.manager.capacity > 0)
     @rule()
@@ -60,10 +71,10 @@ class CapacityRule(RuleBasedStateMachine):
     @rule()
     def train_the_oldest_if_it_may(self) -> None:
         oldest = min(self.finished, key=lambda a: a.index)
-        if not self.manager.may_train(oldest.scheduled_version, self.num_free):
+        if not self.may_train(oldest):
             assert any(a.index < oldest.index for a in self.running), "nothing would ever let it go"
             return
-        assert self.manager.served_version - oldest.scheduled_version <= self.bound
+        assert self.manager.served_version - oldest.scheduled_version <= self.held
         drive(self.manager.on_rollout_trained(oldest.index))
         self.finished.remove(oldest)
         self.trained.append(oldest)
@@ -72,15 +83,39 @@ class CapacityRule(RuleBasedStateMachine):
             self.num_free = self.batch
             drive(self.manager.notify_capacity_change(self.manager.served_version + 1))
 
+    @rule()
+    def resume(self) -> None:
+        """From a checkpoint: the groups that the step has taken are finished ones again."""
+        num_taken = self.batch - self.num_free
+        self.finished += self.trained[len(self.trained) - num_taken :]
+        del self.trained[len(self.trained) - num_taken :]
+        self.num_free = self.batch
+        before, self.manager = self.manager, self.new_manager()
+        restored = drive(
+            self.manager.load_state_from_checkpoint(
+                before.served_version, before.next_index, self.finished, running=self.running
+            )
+        )
+        assert len(restored) == len(self.finished) + len(self.running), "one of this run's own groups is lost"
+
     @invariant()
     def the_rule_holds(self) -> None:
         accepted = len(self.finished) + len(self.trained)
         assert len(self.running) <= self.most
         assert accepted + len(self.running) <= (self.bound + self.manager.served_version + 1) * self.batch
         opened = [a.scheduled_version for a in self.running + self.finished]
-        assert all(self.manager.served_version - v <= self.bound for v in opened)
+        assert all(self.manager.served_version - v <= self.held for v in opened)
         assert self.manager.num_accepted == accepted
         drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
+
+    @invariant()
+    def admission_indices_follow_the_versions(self) -> None:
+        opened = sorted(self.running + self.finished, key=lambda a: a.index)
+        assert [a.scheduled_version for a in opened] == sorted(a.scheduled_version for a in opened)
+
+
+class CapacityRule(Admissions):
+    """Under the policy ``wait`` no group ever gets older than the bound."""
 
     @invariant()
     def what_is_kept_up_with_each_change_equals_what_a_look_at_every_open_group_finds(self) -> None:
@@ -97,14 +132,80 @@ class CapacityRule(RuleBasedStateMachine):
                 )
                 assert self.manager.may_train(scheduled, num_free) == is_place_left
 
-    @invariant()
-    def admission_indices_follow_the_versions(self) -> None:
-        opened = sorted(self.running + self.finished, key=lambda a: a.index)
-        assert [a.scheduled_version for a in opened] == sorted(a.scheduled_version for a in opened)
+
+class Window(Admissions):
+    """Under the policy ``window`` no group ever gets older than S + ceil((W - 1) / mini-batch)."""
+
+    @initialize(batch=st.integers(1, 3), bound=st.integers(0, 2), data=st.data())
+    def any_window(self, batch: int, bound: int, data: st.DataObject) -> None:
+        self.set_up(batch=batch, bound=bound, window=data.draw(st.integers(1, batch * (bound + 1))))
+        assert self.held == (bound and bound + math.ceil((self.window - 1) / batch))
+
+    def may_train(self, admission: Admission) -> bool:
+        is_allowed = self.manager.is_in_window(admission.index)
+        oldest = min(a.index for a in self.running + self.finished)
+        assert is_allowed == (admission.index - oldest < self.window)
+        return is_allowed
 
 
 TestCapacityRule = pytest.mark.slow(CapacityRule.TestCase)
 TestCapacityRule.settings = settings(stateful_step_count=60)
+TestWindow = pytest.mark.slow(Window.TestCase)
+TestWindow.settings = settings(stateful_step_count=60)
+
+
+def overtake(manager: _AsyncStalenessManager, queue: list[Admission]) -> int:
+    """Train all that may be, finished ones in ``queue`` and those admitted meanwhile, as if what runs never ended; returns their number."""
+    first, num_trained = manager.trained_version, 0
+    while True:
+        while manager.capacity:
+            queue.append(drive(manager.acquire_submission_slot()))
+            drive(manager.on_rollout_accepted(queue[-1]))
+        if not queue or not manager.is_in_window(queue[0].index):
+            return num_trained
+        drive(manager.on_rollout_trained(queue.pop(0).index))
+        num_trained += 1
+        if num_trained % manager.mini_batch_size == 0:
+            drive(manager.notify_capacity_change(first + num_trained // manager.mini_batch_size))
+
+
+@given(batch=st.integers(1, 4), bound=st.integers(1, 3), data=st.data())
+def test_a_straggler_is_overtaken_until_it_is_as_old_as_the_window_allows(
+    batch: int, bound: int, data: st.DataObject
+) -> None:
+    most = batch * (bound + 1)
+    window = data.draw(st.integers(1, most))
+    manager = _AsyncStalenessManager(most, batch, bound, window_groups=window)
+    *finished, straggler = (drive(manager.acquire_submission_slot()) for _ in range(most))
+    for admission in finished:
+        drive(manager.on_rollout_accepted(admission))
+    assert overtake(manager, finished) == most - 1 + window - 1
+    assert manager.trained_version - straggler.scheduled_version == bound + math.ceil((window - 1) / batch)
+
+
+@given(
+    ages=st.lists(st.integers(0, 6), min_size=1, max_size=16),
+    batch=st.integers(1, 4),
+    bound=st.integers(0, 3),
+    gap=st.integers(0, 3),
+    data=st.data(),
+)
+def test_a_restored_straggler_gets_no_older_than_the_window_of_the_new_run_allows(
+    ages: list[int], batch: int, bound: int, gap: int, data: st.DataObject
+) -> None:
+    """``gap``: indices between two open groups, of groups that were trained before."""
+    opened = [
+        Admission(index=i * (gap + 1), scheduled_version=6 - age) for i, age in enumerate(sorted(ages, reverse=True))
+    ]
+    window = data.draw(st.integers(1, batch * (bound + 1)))
+    running = data.draw(st.sampled_from(opened))
+    finished = [admission for admission in opened if admission is not running]
+    manager = _AsyncStalenessManager(100, batch, bound, window_groups=window)
+    next_index = opened[-1].index + 1
+    restored = drive(manager.load_state_from_checkpoint(6, next_index, finished, running=[running]))
+    if running in restored:
+        overtake(manager, [admission for admission in restored if admission is not running])
+        assert manager.trained_version - running.scheduled_version <= bound + manager.window_steps
 
 
 def test_waiters_are_admitted_first_come_first_served() -> None:

@@ -73,6 +73,40 @@ def test_contract_2_mask_trains_no_token_past_the_bound_and_waits_for_none(
 
 
 @pytest.mark.slow
+@given(
+    bound=st.integers(0, 3),
+    window=st.integers(1, 8),
+    seed=st.integers(0, 3),
+    mode=st.sampled_from(PauseMode),
+    streamed=st.booleans(),
+)
+def test_contract_2_window_trains_no_group_past_its_bound_and_drops_none(
+    bound: int, window: int, seed: int, mode: PauseMode, streamed: bool
+) -> None:
+    settings = replace(LONG_TAILED, staleness_policy="window", max_staleness_steps=bound, seed=seed, sigma=1.5)
+    settings = replace(
+        settings, mini_batch_size=4, staleness_window_groups=min(window, 4 * (bound + 1)), stream_mini_batch=streamed
+    )
+    simulation = simulate(replace(settings, pause_mode=mode))
+    totals, extra = simulation.trainer.totals, simulation.staleness.window_steps
+    assert totals.staleness_max <= bound + extra and extra <= 2
+    assert totals.groups_over_bound == totals.wasted_tokens == totals.masked_tokens == 0
+    assert totals.trained_groups == simulation.workers.counts["groups"] == settings.num_steps * 4
+
+
+def test_a_straggler_holds_up_less_with_a_window_and_is_trained_past_the_steps_that_admission_allows() -> None:
+    def run(window: int) -> RunTotals:
+        settings = replace(LONG_TAILED, staleness_policy="window", max_staleness_steps=1, num_steps=20)
+        return simulate(replace(settings, staleness_window_groups=window)).trainer.totals
+
+    strict, windowed = run(1), run(9)
+    assert strict.staleness_max <= 1 < windowed.staleness_max <= 2
+    assert windowed.staleness_wait_seconds < strict.staleness_wait_seconds
+    assert windowed.training_seconds < strict.training_seconds
+    assert strict.groups_over_bound == windowed.groups_over_bound == 0
+
+
+@pytest.mark.slow
 @given(bound=st.integers(0, 3), sigma=st.sampled_from([0.8, 1.5]), seed=st.integers(0, 5), streamed=st.booleans())
 def test_contract_2_resample_trains_no_group_past_the_bound_and_each_uid_once(
     bound: int, sigma: float, seed: int, streamed: bool
@@ -167,11 +201,11 @@ def test_the_tokens_of_a_dropped_group_include_its_finished_samples() -> None:
 @pytest.mark.slow
 def test_without_a_tail_every_policy_trains_the_same_groups() -> None:
     steps = {}
-    for policy in ("wait", "mask", "resample", "allow"):
+    for policy in STALENESS_POLICIES:
         simulation = simulate(replace(LONG_TAILED, sigma=0.0, staleness_policy=policy, oldest_weight=1.0))
         steps[policy] = simulation.policy.steps
         assert simulation.trainer.totals.wasted_tokens == simulation.trainer.totals.masked_tokens == 0
-    assert steps["wait"] == steps["mask"] == steps["resample"] == steps["allow"]
+    assert all(trained == steps["wait"] for trained in steps.values())
 
 
 def group_of(versions: list[list[int]], loss_masks: list[list[int]] | None = None) -> Group:
@@ -207,7 +241,7 @@ def test_masked_tokens_keep_their_place_and_all_else(rows: list[list[int]], vers
     assert rewards == [row.reward for row in whole.trajectories], "advantages are of whole trajectories"
 
 
-@pytest.mark.parametrize("policy", ["wait", "resample", "allow"])
+@pytest.mark.parametrize("policy", ["wait", "window", "resample", "allow"])
 def test_other_policies_train_groups_as_they_are(policy: str) -> None:
     whole = group_of([[0, 0, 5]])
     assert STALENESS_POLICIES[policy].masked_group(whole, 9, 1) is whole

@@ -97,7 +97,7 @@ placements = st.sampled_from(
 @pytest.mark.slow
 @given(
     placement=placements,
-    staleness_policy=st.sampled_from(["wait", "mask", "resample", "allow"]),
+    staleness_policy=st.sampled_from(["wait", "window", "mask", "resample", "allow"]),
     bound=st.integers(0, 3),
     every=st.integers(1, 4),
     sigma=st.sampled_from([0.0, 0.8, 2.0]),
