@@ -51,16 +51,20 @@ from skyrl_async.types import Group, PauseMode, Trajectory
 
 SIGMAS = (0.5, 0.8, 1.2)
 BOUNDS = (0, 1, 2, 4, 8)
-POLICIES = ("wait", "window", "wait_alike", "mask", "resample", "allow")
-PEERS = {
+WINDOW_BOUNDS = (3, 6, 11)
+"""Bounds of ``window`` that are not among ``BOUNDS``; ``wait`` has rows there, for comparison."""
+POLICIES = ("wait", "wait_alike", "mask", "resample", "allow", "areal", "prime_rl")
+COMPARED = {
     "areal": "allow",
     "prime_rl": "resample",
     "tinker": "resample",
     "torchtitan_fifo": "wait",
     "torchtitan_window": "wait",
     "verl_wait": "wait",
+    "window": "wait",
 }
-"""Rule of another system -> our policy with the same promise: none, waste, or a bound without waste."""
+"""Rule -> our policy with the same promise (none; a bound, with waste; a bound without waste), to compare at an equal bound."""
+ALL_POLICIES = tuple(dict.fromkeys((*POLICIES, *COMPARED)))
 _WHOLE_ONLY = ("torchtitan_fifo", "torchtitan_window", "verl_wait")
 """Rules of systems that train whole mini-batches alone."""
 _UNLIMITED_STEPS = 1000
@@ -233,6 +237,7 @@ def measure(case: Case) -> dict[str, Any]:
     sampled = sum(engine.num_sampled_tokens for engine in simulation.engines)
     used = totals.trained_tokens + totals.masked_tokens
     return {
+        "seed": case.seed,
         "policy": case.policy,
         "streamed": case.streamed,
         "sigma": case.sigma,
@@ -250,9 +255,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-async def _simulate(
-    case: Case, settings: SimulationSettings
-) -> tuple[Simulation, KnowingGenerator, list[int]]:
+async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulation, KnowingGenerator, list[int]]:
     """Run it; also returns the staleness of every trained group."""
     generators: list[KnowingGenerator] = []
     ages: list[int] = []
@@ -285,12 +288,13 @@ def num_steps(staleness: int) -> int:
 
 def cases(*, is_quick: bool, seed: int, num_seeds: int | None, only: list[str] | None) -> list[Case]:
     """Every run, the long ones first."""
-    usual = {"wait": 1 if is_quick else 3}
-    sigmas, bounds = ((0.8,), (1, 4)) if is_quick else (SIGMAS, BOUNDS)
+    usual = {} if is_quick else {("wait", bound): 3 for bound in BOUNDS}
+    sigmas, bounds = ((0.8,), (1, 2, 4)) if is_quick else (SIGMAS, sorted((*BOUNDS, *WINDOW_BOUNDS)))
     return [
         Case(policy=policy, streamed=streamed, sigma=sigma, staleness=bound, seed=seed + i, num_steps=num_steps(bound))
-        for bound, sigma, policy, streamed in product(reversed(bounds), sigmas, only or POLICIES, (False, True))
-        for i in range(num_seeds or usual.get(policy, 1))
+        for bound, sigma, policy, streamed in product(reversed(bounds), sigmas, only or ALL_POLICIES, (False, True))
+        if (policy == "wait" or bound in BOUNDS) and not (streamed and policy in _WHOLE_ONLY)
+        for i in range(num_seeds or usual.get((policy, bound), 1))
     ]
 
 
@@ -300,8 +304,37 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         together.setdefault(tuple(row[name] for name in _KEYS), []).append(row)
     return [
-        {name: value if name in _KEYS else fmean(row[name] for row in same) for name, value in same[0].items()}
+        {
+            name: value if name in _KEYS else fmean(row[name] for row in same)
+            for name, value in same[0].items()
+            if name != "seed"
+        }
         for same in together.values()
+    ]
+
+
+def at_equal_bounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How much faster our policy makes steps than each rule of ``COMPARED`` at the same bound, tail and seed.
+
+    ``speed_alike``: both train whole mini-batches, or both are streamed; ``speed_streamed``: ours is streamed, as it is by default.
+    """
+    keys = ("streamed", "sigma", "staleness", "seed")
+    own = {(row["policy"], *(row[key] for key in keys)): row["step_s"] for row in rows}
+
+    def speed(row: dict[str, Any], streamed: bool) -> float | None:
+        ours = own.get((COMPARED[row["policy"]], streamed, row["sigma"], row["bound"], row["seed"]))
+        return ours and row["step_s"] / ours
+
+    told = (*_KEYS, "over_share", "wasted_share", "length_ratio")
+    return [
+        {name: row[name] for name in told}
+        | {
+            "own_policy": COMPARED[row["policy"]],
+            "speed_alike": speed(row, row["streamed"]),
+            "speed_streamed": speed(row, True),
+        }
+        for row in rows
+        if row["policy"] in COMPARED and row["seed"] == min(other["seed"] for other in rows)
     ]
 
 
@@ -335,22 +368,27 @@ def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument(
-        "--num-seeds", type=int, help="runs of each row, from --seed on (default 3 of wait, 1 of the others)"
+        "--num-seeds",
+        type=int,
+        help="runs of each row, from --seed on (default 3 of wait at most bounds, 1 of the others)",
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at once")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
+    parser.add_argument("--policy", action="append", choices=ALL_POLICIES, help="only this one; may be repeated")
     options = parser.parse_args()
     planned = cases(is_quick=options.quick, seed=options.seed, num_seeds=options.num_seeds, only=options.policy)
-    seeds = {policy: sorted({case.seed for case in planned if case.policy == policy}) for policy in POLICIES}
-    under = conditions(seeds=seeds, is_quick=options.quick, num_steps={s: num_steps(s) for s in BOUNDS})
+    seeds = {policy: sorted({case.seed for case in planned if case.policy == policy}) for policy in ALL_POLICIES}
+    under = conditions(
+        seeds=seeds, is_quick=options.quick, num_steps={s: num_steps(s) for s in (*BOUNDS, *WINDOW_BOUNDS)}
+    )
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         rows = []
         for row in pool.map(measure, planned):
             rows.append(row)
             print(f"[{len(rows)}/{len(planned)}] {row['policy']} S={row['staleness']} sigma={row['sigma']}", flush=True)
+    compared = at_equal_bounds(rows)
     rows = sorted(means(rows), key=lambda row: (row["sigma"], row["staleness"], row["streamed"]))
-    figures = goals(rows) | {"conditions": under}
+    figures = goals(rows) | {"conditions": under, "at_equal_bounds": compared}
     report("staleness policies", figures, rows, options.json)
     return 0
 

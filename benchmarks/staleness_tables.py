@@ -20,7 +20,7 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
     """Name -> Markdown, of what a benchmark wrote."""
     if "against_no_staleness" in figures:
         return {"learning": learning_table(figures["rows"], figures["against_no_staleness"])}
-    return policy_tables(figures["rows"])
+    return policy_tables(figures["rows"]) | rule_tables(figures["at_equal_bounds"])
 
 
 def learning_table(rows: Sequence[Row], against: Sequence[Row]) -> str:
@@ -91,6 +91,50 @@ def policy_tables(rows: Sequence[Row]) -> dict[str, str]:
                     *(_both(found, policy, sigma, bound, _length) for policy in ("mask", "resample", "prime_rl")),
                 )
                 for sigma, bound in points
+            ),
+        ),
+    }
+
+
+def rule_tables(points: Sequence[Row]) -> dict[str, str]:
+    """How much faster our policies are than rules of the same promise: ``bounded`` (none wastes anything) and ``dropping``."""
+    found = {(row["policy"], row["streamed"], row["sigma"], row["staleness"]): row for row in points}
+    at = sorted({(row["sigma"], row["staleness"]) for row in points})
+
+    def speeds(policy: str, sigma: float, bound: int) -> str:
+        whole = found[policy, False, sigma, bound]
+        streamed = found.get((policy, True, sigma, bound), whole)
+        return f"{whole['speed_alike']:.2f} / {streamed['speed_streamed']:.2f}"
+
+    def over(sigma: float, bound: int) -> str:
+        return f"{found['verl_wait', False, sigma, bound]['over_share']:.0%}"
+
+    return {
+        "bounded": _table(
+            ("sigma", "S", "`torchtitan_fifo`", "`verl_wait`", "over", "window: bound", "`torchtitan_window`", "`window`"),
+            (
+                (
+                    f"{sigma}",
+                    f"{bound}",
+                    *(speeds(policy, sigma, bound) for policy in ("torchtitan_fifo", "verl_wait")),
+                    over(sigma, bound),
+                    f"{found['window', False, sigma, bound]['bound']}",
+                    *(speeds(policy, sigma, bound) for policy in ("torchtitan_window", "window")),
+                )
+                for sigma, bound in at
+            ),
+        ),
+        "dropping": _table(
+            ("sigma", "S", "`tinker`", "wasted", "length", "`prime_rl`"),
+            (
+                (
+                    f"{sigma}",
+                    f"{bound}",
+                    speeds("tinker", sigma, bound),
+                    *(_both(found, "tinker", sigma, bound, say) for say in (_percent("wasted_share"), _length)),
+                    speeds("prime_rl", sigma, bound),
+                )
+                for sigma, bound in at
             ),
         ),
     }

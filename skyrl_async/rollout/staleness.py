@@ -53,7 +53,7 @@ class _AsyncStalenessManager:
         (S + v + 1) P + W - 2 groups are trained before g, and g's step begins at version v + S + floor((P + W - 2) / P) at most, which
         is v + S + ceil((W - 1) / P).
 
-    For S >= 1 some order of arrival reaches it. At S = 0 the P groups admitted at a version are those of its step: the bound stays 0.
+    For S >= 1 some order of arrival reaches it. At S = 0 the P groups admitted at a version are those of its step: any order keeps 0.
     """
 
     max_concurrent_generation_groups: int
@@ -209,9 +209,9 @@ class _AsyncStalenessManager:
         """Whether the open group with this admission index is in the window.
 
         The window begins at the oldest open group, and moves when that is trained or dropped; groups taken from its middle do not
-        move it.
+        move it. With a bound of 0 it has every group: all are of one step.
         """
-        return index < next(iter(self._open)) + self.window_groups
+        return not self.max_staleness_steps or index < next(iter(self._open)) + self.window_groups
 
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor dropped."""

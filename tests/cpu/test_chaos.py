@@ -46,7 +46,7 @@ def test_a_fault_that_ends_the_run_is_not_counted_as_survived(tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_state_machine_counts_its_faults_and_plays_the_same_for_a_seed() -> None:
     def played() -> Tally:
-        run_machine(tally := Tally(), num_histories=2, num_events=4, random_seed=1)
+        run_machine(tally := Tally(), num_histories=2, num_events=4, random_seed=2)
         return tally
 
     tally = played()

@@ -141,7 +141,10 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("trainer.num_steps=3.5", "trainer.num_steps must be integer or null, got 3.5"),
         ("training.lr=fast", "training.lr must be number, got 'fast'"),
         ("engine.enforce_eager=perhaps", "engine.enforce_eager must be true or false or null, got 'perhaps'"),
-        ("trainer.staleness_policy=Wait", "must be wait or window or mask or resample or allow, got 'Wait'; did you mean wait?"),
+        (
+            "trainer.staleness_policy=Wait",
+            "must be wait or window or mask or resample or allow, got 'Wait'; did you mean wait?",
+        ),
         (
             "task=relya",
             "task must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'relya'; did you mean relay?",
