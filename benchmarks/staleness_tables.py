@@ -44,7 +44,7 @@ def learning_table(rows: Sequence[Row], against: Sequence[Row]) -> str:
 def policy_tables(rows: Sequence[Row]) -> dict[str, str]:
     """``policies`` (one tail, streamed), ``limit`` and ``lost`` (all tails and bounds)."""
     found = {(row["policy"], row["streamed"], row["sigma"], row["staleness"]): row for row in rows}
-    points = sorted({(row["sigma"], row["staleness"]) for row in rows})
+    points = sorted({(row["sigma"], row["staleness"]) for row in rows if row["policy"] == "allow"})
     return {
         "policies": _table(
             ("S", "policy", "busy", "of the limit", "over the bound", "wasted", "masked", "length trained / sampled"),
@@ -106,36 +106,23 @@ def rule_tables(points: Sequence[Row]) -> dict[str, str]:
         streamed = found.get((policy, True, sigma, bound), whole)
         return f"{whole['speed_alike']:.2f} / {streamed['speed_streamed']:.2f}"
 
-    def over(sigma: float, bound: int) -> str:
-        return f"{found['verl_wait', False, sigma, bound]['over_share']:.0%}"
+    def bounded(sigma: float, bound: int) -> Iterable[str]:
+        yield from (f"{sigma}", f"{bound}")
+        yield from (speeds(policy, sigma, bound) for policy in ("torchtitan_fifo", "verl_wait"))
+        yield f"{found['verl_wait', False, sigma, bound]['over_share']:.1%}"
+        yield f"{found['window', False, sigma, bound]['bound']}"
+        yield from (speeds(policy, sigma, bound) for policy in ("torchtitan_window", "window"))
 
+    def dropping(sigma: float, bound: int) -> Iterable[str]:
+        yield from (f"{sigma}", f"{bound}", speeds("tinker", sigma, bound))
+        yield from (_both(found, "tinker", sigma, bound, say) for say in (_percent("wasted_share"), _length))
+        yield speeds("prime_rl", sigma, bound)
+
+    of_bounded = ("`torchtitan_fifo`", "`verl_wait`", "over", "bound with a window", "`torchtitan_window`", "`window`")
     return {
-        "bounded": _table(
-            ("sigma", "S", "`torchtitan_fifo`", "`verl_wait`", "over", "window: bound", "`torchtitan_window`", "`window`"),
-            (
-                (
-                    f"{sigma}",
-                    f"{bound}",
-                    *(speeds(policy, sigma, bound) for policy in ("torchtitan_fifo", "verl_wait")),
-                    over(sigma, bound),
-                    f"{found['window', False, sigma, bound]['bound']}",
-                    *(speeds(policy, sigma, bound) for policy in ("torchtitan_window", "window")),
-                )
-                for sigma, bound in at
-            ),
-        ),
+        "bounded": _table(("sigma", "S", *of_bounded), (tuple(bounded(*point)) for point in at)),
         "dropping": _table(
-            ("sigma", "S", "`tinker`", "wasted", "length", "`prime_rl`"),
-            (
-                (
-                    f"{sigma}",
-                    f"{bound}",
-                    speeds("tinker", sigma, bound),
-                    *(_both(found, "tinker", sigma, bound, say) for say in (_percent("wasted_share"), _length)),
-                    speeds("prime_rl", sigma, bound),
-                )
-                for sigma, bound in at
-            ),
+            ("sigma", "S", "`tinker`", "wasted", "length", "`prime_rl`"), (tuple(dropping(*point)) for point in at)
         ),
     }
 
