@@ -318,24 +318,26 @@ def at_equal_bounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     ``speed_alike``: both train whole mini-batches, or both are streamed; ``speed_streamed``: ours is streamed, as it is by default.
     """
-    keys = ("streamed", "sigma", "staleness", "seed")
-    own = {(row["policy"], *(row[key] for key in keys)): row["step_s"] for row in rows}
-
-    def speed(row: dict[str, Any], streamed: bool) -> float | None:
-        ours = own.get((COMPARED[row["policy"]], streamed, row["sigma"], row["bound"], row["seed"]))
-        return ours and row["step_s"] / ours
-
-    told = (*_KEYS, "over_share", "wasted_share", "length_ratio")
-    return [
-        {name: row[name] for name in told}
-        | {
-            "own_policy": COMPARED[row["policy"]],
-            "speed_alike": speed(row, row["streamed"]),
-            "speed_streamed": speed(row, True),
-        }
-        for row in rows
-        if row["policy"] in COMPARED and row["seed"] == min(other["seed"] for other in rows)
-    ]
+    keys = ("policy", "streamed", "sigma", "staleness", "seed")
+    row_of = {tuple(row[key] for key in keys): row for row in rows}
+    found = []
+    for row in rows:
+        if (own := COMPARED.get(row["policy"])) and row["seed"] == min(other["seed"] for other in rows):
+            alike, streamed = (
+                row_of.get((own, is_streamed, row["sigma"], row["bound"], row["seed"]))
+                for is_streamed in (row["streamed"], True)
+            )
+            told = (*_KEYS, "over_share", "wasted_share", "length_ratio", "staleness_mean")
+            found.append(
+                {name: row[name] for name in told}
+                | {
+                    "own_policy": own,
+                    "own_staleness_mean": alike and alike["staleness_mean"],
+                    "speed_alike": alike and row["step_s"] / alike["step_s"],
+                    "speed_streamed": streamed and row["step_s"] / streamed["step_s"],
+                }
+            )
+    return found
 
 
 def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
-from benchmarks.staleness_policies import Case
+from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -107,7 +107,9 @@ def test_a_benchmark_says_what_it_takes(
     assert end.value.code == 0 and "--json" in said and "--quick" in said
 
 
-@pytest.mark.parametrize("policy", ["wait", pytest.param("prime_rl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["wait", *(pytest.param(name, marks=pytest.mark.slow) for name in ("prime_rl", "tinker"))]
+)
 def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str) -> None:
     case = Case(policy=policy, streamed=True, sigma=0.5, staleness=1, seed=0, num_steps=12, mini_batch_size=8)
     row = measure_policy(case)
@@ -117,6 +119,27 @@ def test_the_staleness_benchmark_measures_a_policy_in_the_real_loop(policy: str)
         assert row["wasted_share"] == 0 and row["length_ratio"] == pytest.approx(1.0) and row["share_of_limit"] <= 1
     else:
         assert row["wasted_share"] > 0 and row["length_ratio"] < 1
+
+
+@pytest.mark.slow
+def test_rules_that_waste_nothing_are_compared_with_wait_at_the_bound_that_they_hold() -> None:
+    policies = {"wait": (1, 2), "window": (1,), "torchtitan_fifo": (1,), "torchtitan_window": (1,), "verl_wait": (1,)}
+    rows = [
+        measure_policy(
+            Case(policy=policy, streamed=False, sigma=0.8, staleness=s, seed=0, num_steps=12, mini_batch_size=8)
+        )
+        for policy, bounds in policies.items()
+        for s in bounds
+    ]
+    assert all(row["wasted_share"] == 0 for row in rows)
+    assert all(row["over_share"] == 0 for row in rows if row["policy"] != "verl_wait"), "that holds none in every case"
+    seconds = {(row["policy"], row["bound"]): row["step_s"] for row in rows}
+    found = {row["policy"]: row for row in at_equal_bounds(rows)}
+    bounds = {"window": 2, "torchtitan_fifo": 1, "torchtitan_window": 2, "verl_wait": 1}
+    assert {name: row["bound"] for name, row in found.items()} == bounds
+    for name, bound in bounds.items():
+        assert found[name]["speed_alike"] == seconds[name, bound] / seconds["wait", bound]
+        assert found[name]["speed_streamed"] is None, "no run was streamed"
 
 
 PLAN = Plan(
