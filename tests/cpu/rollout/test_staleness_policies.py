@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.advantages import row_advantages
+from skyrl_async.composition.parts import placement
+from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.inference.generation import GenerationState, generate_to_end
 from skyrl_async.metrics.run_totals import BoundCost, RunTotals, needed_bound
@@ -104,6 +106,14 @@ def test_a_straggler_holds_up_less_with_a_window_and_is_trained_past_the_steps_t
     assert windowed.staleness_wait_seconds < strict.staleness_wait_seconds
     assert windowed.training_seconds < strict.training_seconds
     assert strict.groups_over_bound == windowed.groups_over_bound == 0
+
+
+def test_old_requests_weigh_as_much_with_a_window_as_with_wait() -> None:
+    of_policy = {
+        policy: placement(from_overrides("engine.num_engines=2", f"trainer.staleness_policy={policy}"))
+        for policy in STALENESS_POLICIES
+    }
+    assert of_policy["window"] == of_policy["wait"] != of_policy["allow"]
 
 
 @pytest.mark.slow
