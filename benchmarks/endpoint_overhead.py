@@ -113,19 +113,35 @@ async def measure(
 @contextlib.asynccontextmanager
 async def bare_server(config: Config, policy_dir: Path, log: Path) -> AsyncIterator[Server]:
     """vLLM's own OpenAI server, with the settings that our engines are started with."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = (
-        f"-m vllm.entrypoints.launchers.api_server.entry --model {policy_dir} --served-model-name policy --port {port} "
+        f"-m vllm.entrypoints.launchers.api_server.entry --model {policy_dir} --served-model-name policy "
         f"--host 127.0.0.1 --dtype {config.policy.dtype.name} --max-num-seqs {config.engine.max_num_seqs} --enforce-eager "
         "--distributed-executor-backend uni --scheduling-policy priority --disable-log-stats --disable-uvicorn-access-log "
         "--generation-config vllm"
-    ).split()
-    environment = os.environ | BARE_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gb)}
+    )
+    environment = BARE_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gb)}
+    async with process_server(words, environment, log) as server:
+        yield server
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def process_server(words: str, environment: dict[str, str], log: Path) -> AsyncIterator[Server]:
+    """A server that Python runs with the arguments ``words`` and a ``--port``, and whose output goes to ``log``."""
+    port = free_port()
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, env=environment, stdout=output, stderr=output, start_new_session=True
+            *(sys.executable, *words.split(), "--port", str(port)),
+            env=os.environ | environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     server = Server(url=f"http://127.0.0.1:{port}/v1", api_key="none")
     try:
@@ -142,7 +158,7 @@ async def _until_up(server: Server, process: asyncio.subprocess.Process, log: Pa
     async with asyncio.timeout(180), httpx.AsyncClient() as client:
         while True:
             if process.returncode is not None:
-                raise RuntimeError(f"the bare server ended:\n{(await asyncio.to_thread(log.read_text))[-2000:]}")
+                raise RuntimeError(f"a server ended:\n{(await asyncio.to_thread(log.read_text))[-2000:]}")
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"{server.url}/models")).status_code == 200:
                     return
