@@ -1,6 +1,6 @@
 """Which engine each request belongs in: a state machine without I/O that knows engines by name.
 
-    oldest requests ─> engine-0: few, fast     ...     newest requests ─> engine-n: many, slow
+    oldest requests ─> one engine: few, fast     ...     newest requests ─> another engine: many, slow
 
 An engine with fewer requests serves each of them faster. A trainer that holds a staleness bound waits for its oldest group; under any other
 policy the oldest groups are masked, dropped or too old. So every engine gets the same *weight* of requests instead of the same number, and
@@ -154,8 +154,8 @@ class Placement:
     def rearrange(self, engines: Sequence[str]) -> Mapping[str, Sequence[str]]:
         """Engine -> its calls to end, so that they continue in another engine. Called at a weight update.
 
-        The oldest requests fill the first engine up to its share of all weight, and so on. Space is left for as many new requests as came
-        since the last update.
+        The oldest requests fill one engine up to its share of all weight, the next ones another, and so on. Space is left for as many new
+        requests as came since the last update.
         """
         if self._settings is None or len(engines) < 2:
             return {}
@@ -166,14 +166,30 @@ class Placement:
         oldest_first = sorted(self._running.items(), key=lambda item: item[1].call.priority)
         weights = [self.weight_of(running.call.priority) for _, running in oldest_first]
         share = (sum(weights) + num_new) / len(engines)
-        leaving: dict[str, list[str]] = {}
+        blocks: list[dict[str, _Running]] = [{} for _ in engines]
         placed = 0.0
         for (generation_id, running), weight in zip(oldest_first, weights, strict=True):
-            target = engines[min(int(placed / share), len(engines) - 1)]
+            blocks[min(int(placed / share), len(engines) - 1)][generation_id] = running
             placed += weight
-            if target != running.engine and running.call.sampling.is_resumable:
-                leaving.setdefault(running.engine, []).append(running.call.request_id)
-                self._wanted[generation_id] = target
             self._weights[running.engine] += weight - running.weight
             running.weight = weight
+        leaving: dict[str, list[str]] = {}
+        for target, block in zip(_engines_of(blocks, engines), blocks, strict=True):
+            for generation_id, running in block.items():
+                if target != running.engine and running.call.sampling.is_resumable:
+                    leaving.setdefault(running.engine, []).append(running.call.request_id)
+                    self._wanted[generation_id] = target
         return leaving
+
+
+def _engines_of(blocks: Sequence[Mapping[str, _Running]], engines: Sequence[str]) -> list[str]:
+    """An engine for each block: one that has many of its requests already, so that few have to move."""
+    there = Counter((number, running.engine) for number, block in enumerate(blocks) for running in block.values())
+    chosen: dict[int, str] = {}
+    free = dict.fromkeys(engines)
+    for (number, engine), _ in there.most_common():
+        if number not in chosen and engine in free:
+            chosen[number] = engine
+            del free[engine]
+    left = iter(free)
+    return [chosen[number] if number in chosen else next(left) for number in range(len(blocks))]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Trace:
         self._clock = clock
         self._start = clock()
         self._lanes: dict[str, list[_Lane]] = {}
+        self._free: dict[str, list[tuple[int, _Lane]]] = {}
+        """Track -> heap of the lanes without a span, by thread id."""
         self._processes: dict[str, int] = {}
         self._num_events = 0
 
@@ -70,6 +73,8 @@ class Trace:
         """
         span = _Span(track, _open_span.get(), name, self._clock(), args)
         lane = span.lane = self._lane_for(span)
+        if not lane.stack:
+            heappop(self._free[track])
         lane.stack.append(span)
         token = _open_span.set(span)
         try:
@@ -77,6 +82,8 @@ class Trace:
         finally:
             _open_span.reset(token)
             lane.stack.remove(span)
+            if not lane.stack:
+                heappush(self._free[track], (lane.thread_id, lane))
             self._write_span(lane, name, span.begin, self._clock(), args)
 
     def past_span(self, name: str, track: str, begin: float, end: float, **args: Any) -> None:
@@ -109,17 +116,18 @@ class Trace:
 
     def _free_lane(self, track: str) -> _Lane:
         """Return the uppermost lane without a span."""
-        lanes = self._lanes.setdefault(track, [])
-        return next((lane for lane in lanes if not lane.stack), None) or self._add_lane(track)
+        free = self._free.setdefault(track, [])
+        return free[0][1] if free else self._add_lane(track)
 
     def _add_lane(self, track: str) -> _Lane:
         """Add a lane, and write the names by which viewers show it. Thread ids ascend within a track."""
         process, thread = track.split("/", 1) if "/" in track else ("run", track)
         names: dict[str, Any] = {} if process in self._processes else {"process_name": {"name": process}}
         process_id = self._processes.setdefault(process, len(self._processes) + 1)
-        lanes = self._lanes[track]
+        lanes = self._lanes.setdefault(track, [])
         lane = _Lane(process_id, thread_id=sum(map(len, self._lanes.values())) + 1)
         lanes.append(lane)
+        heappush(self._free[track], (lane.thread_id, lane))
         names["thread_name"] = {"name": thread if len(lanes) == 1 else f"{thread} {len(lanes)}"}
         names["thread_sort_index"] = {"sort_index": list(self._lanes).index(track) * 100_000 + len(lanes)}
         for name, args in names.items():
