@@ -6,8 +6,9 @@ groups in flight as the credits allow. Weights are published in no time, and req
 token stands for ten.
 
 The *limit* is max(training, longest answer of a mini-batch at full speed / (bound + 1)) per step: no schedule with a hard bound and
-no waste is faster. Steps are counted from the ninth to the last after which groups are admitted. A row of one seed is good
-to about 3 %, so those of ``wait`` at the bounds 0, 1, 2, 4, 8 are means over three.
+no waste is faster. Steps are counted from the ninth to the last after which groups are admitted. They come in waves of S + 1, and not
+all of these are whole: counted in whole waves, the ratio of two rows at S = 2 was 5 % another. A row of one seed is good to about 3 %, so
+those of ``wait`` at the bounds 0, 1, 2, 4, 8 are means over three.
 
 *S* says how many groups are admitted. The bound is S, but for ``window``, whose window raises it (S + ``window_steps``); ``wait`` has
 rows at these bounds, too.
