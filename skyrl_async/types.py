@@ -7,7 +7,7 @@ read-only numpy column, or ``VersionSpans``; constructors take any sequence of s
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -215,7 +215,7 @@ class Prompt:
     """Arguments of the environment (``reward_spec``, ``max_turns``, ...)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
     """One sample of a prompt, single- or multi-turn, as a training row. T is the number of response tokens."""
 
@@ -273,7 +273,7 @@ class Trajectory:
 
     __eq__ = have_equal_fields
 
-    @property
+    @cached_property  # asked for some fifteen times on the way to a gradient
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled and that are trained."""
         return int(np.count_nonzero(self.loss_mask))
