@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.nn import functional
@@ -88,11 +89,18 @@ def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
     Args:
         matrices: (N, rows, columns), rows <= columns.
     """
-    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = (matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(_orthogonalisation_dtype())
     for _ in range(NUM_NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x
+    return x.to(matrices.dtype)
+
+
+@cache
+def _orthogonalisation_dtype() -> torch.dtype:
+    """bfloat16, as in Jordan's own code, where the CPU multiplies it: five times as fast, and enough for directions."""
+    of_cpu = torch.cpu.get_capabilities()
+    return torch.bfloat16 if of_cpu.get("avx512_bf16") or of_cpu.get("amx_bf16") else torch.float32
 
 
 def _wide_gradient(matrix: torch.nn.Parameter) -> torch.Tensor:
