@@ -38,7 +38,8 @@ from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 NUM_REQUESTS = 8
 MAX_MODEL_LEN = 1024
 NUM_TOKENS = 256
-MAX_PAUSE_PER_COPY = 1.5
+MAX_PER_COPY = 1.5
+"""From the request to the last engine resumed, over a plain copy."""
 NUM_WARM_UP = 2
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
@@ -274,11 +275,11 @@ def main() -> int:
     finally:
         ray.shutdown()
     large = [row for row in rows if row["policy"] != "2M" and row["published"] != "adapter"]
-    most = max((row["pause_per_copy"] for row in large), default=None)
+    most = max((row["asked_to_resumed_per_copy"] for row in large), default=None)
     figures = {
-        "pause_per_copy_from_60m": most,
-        "asked_to_resumed_per_copy_from_60m": max((row["asked_to_resumed_per_copy"] for row in large), default=None),
-        "is_goal_met": most is not None and most <= MAX_PAUSE_PER_COPY,
+        "pause_per_copy_from_60m": max((row["pause_per_copy"] for row in large), default=None),
+        "asked_to_resumed_per_copy_from_60m": most,
+        "is_goal_met": most is not None and most <= MAX_PER_COPY,
         "conditions": under,
     }
     report("a publish, milliseconds", figures, rows, options.json)
