@@ -262,7 +262,6 @@ class GenerationWorkers:
                 group = _GroupInFlight(admission=admission, key=key, prompt=prompt, started=started)
                 self._in_flight[admission.index] = group
                 self._start(group, tasks)
-                await asyncio.sleep(0)  # thousands may be admitted at once, and would stop the event loop
 
     def _start(self, group: _GroupInFlight, tasks: asyncio.TaskGroup) -> None:
         index = group.admission.index
