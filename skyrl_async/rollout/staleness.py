@@ -128,7 +128,6 @@ class _AsyncStalenessManager:
         self._num_waiting += 1
         try:
             async with self._first_in_line:
-                await asyncio.sleep(0)  # thousands may be admitted at once, and would stop the event loop
                 await self._changes.until(lambda: self.capacity > 0)
                 admission = Admission(index=self.next_index, scheduled_version=self.served_version)
                 self.next_index += 1
