@@ -177,7 +177,7 @@ class ModelledActor(EngineActor):
     """An engine's actor that answers without a model, each request at ``tokens_per_second``."""
 
     def __init__(self, tokens_per_second: float, block_tokens: int) -> None:
-        self._calls, self._listening = OpenCalls(), None
+        self._calls, self._finished, self._listening = OpenCalls(), {}, None
         self._engine = ModelledEngine(  # type: ignore[assignment]
             "modelled",
             num_tokens_of=lambda prompt, seed: 1 << 30,

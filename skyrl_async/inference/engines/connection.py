@@ -1,10 +1,11 @@
-"""Calls of an engine's process and what comes back, over one socket per caller: Ray's calls take many times the processors' time.
+"""Requests to an engine's process and the tokens that come back, over one socket per caller: Ray's calls take many times the processors'
+time.
 
-    EngineConnection (caller) ── number, request or call ──> EngineListener (the engine's process) ──> its generate, stream or method
-                              <── number, tokens or answer ──
+    EngineConnection (caller) ── number, request ──> EngineListener (the engine's process) ──> its generate or stream
+                              <── number, tokens ──
 
 A message is its length in four bytes, and a pickle. A caller first sends the listener's key, before which nothing is unpickled. A lost
-connection ends what both sides wait for; a method that was called runs to its end.
+connection ends the calls of both sides.
 """
 
 import asyncio
@@ -14,8 +15,7 @@ import pickle
 import secrets
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -37,7 +37,7 @@ class EngineAddress:
 
 
 class Sampling(Protocol):
-    """The part of ``InferenceEngine`` that is called here; its other methods are called by name."""
+    """The part of ``InferenceEngine`` that is called here."""
 
     async def generate(self, request: EngineRequest) -> EngineOutput: ...
 
@@ -85,9 +85,7 @@ class EngineConnection(_Messages):
         self._key = key
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Queue[EngineOutput | Exception | None]] = {}
-        """Of each open request, what has come and was not taken yet; None: the end."""
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        """The calls of methods that are not answered yet."""
+        """Of each open call, what has come and was not taken yet; None: the end."""
         self._is_lost = False
 
     @classmethod
@@ -113,36 +111,13 @@ class EngineConnection(_Messages):
         self._is_lost = True
         for answers in self._answers.values():
             answers.put_nowait(self._death())
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(self._death())
 
     def _death(self) -> EngineDeadError:
         return EngineDeadError(f"engine {self._name} is gone: its connection ended")
 
     def received(self, number: int, content: Any, streams: bool = False) -> None:
-        if (answer := self._asked.get(number)) is not None and not answer.done():
-            if isinstance(content, Exception):
-                answer.set_exception(content)
-            else:
-                answer.set_result(content)
-        elif number in self._answers:  # not if its caller has left
+        if number in self._answers:  # not if its caller has left
             self._answers[number].put_nowait(content)
-
-    def ask(self, method: str, *args: Any) -> "asyncio.Future[Any]":
-        """Call a method of the engine's process: sent at once, and begun there in the order of the calls. It goes on if the caller leaves.
-
-        The answer raises what the method raises, and ``EngineDeadError``.
-        """
-        answer = asyncio.get_running_loop().create_future()
-        if self._is_lost:
-            answer.set_exception(self._death())
-            return answer
-        number = next(self._numbers)
-        self._asked[number] = answer
-        answer.add_done_callback(lambda _: self._asked.pop(number, None))
-        self.send(number, (method, args))
-        return answer
 
     async def call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
         """Yield the blocks of the engine's ``stream``, or the one output of its ``generate``.
@@ -178,8 +153,6 @@ class EngineListener(_Messages):
         self._key = key
         self._is_known = False
         self._calls: dict[int, asyncio.Task[None]] = {}
-        """Requests."""
-        self._methods: set[asyncio.Task[None]] = set()
 
     def connection_lost(self, error: Exception | None) -> None:
         for call in self._calls.values():
@@ -199,35 +172,22 @@ class EngineListener(_Messages):
             self.transport.abort()
 
     def received(self, number: int, content: Any, streams: bool = False) -> None:
-        # Callers come and go: no task group could own their calls. Their connection cancels requests.
-        if isinstance(content, tuple):
-            call = asyncio.create_task(self._call(number, *content), name=f"engine-{content[0]}")
-            self._methods.add(call)
-            call.add_done_callback(self._methods.discard)
-        elif content is not None:
+        if content is not None:
+            # Callers come and go: no task group could own their calls, which their connection cancels.
             call = asyncio.create_task(self._answer(number, content, streams), name=f"engine-call-{number}")
             self._calls[number] = call
             call.add_done_callback(lambda _: self._calls.pop(number))
         elif number in self._calls:
             self._calls[number].cancel()
 
-    async def _call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        with self._sending_errors(number):
-            self.send(number, await getattr(self._engine, method)(*args))
-
     async def _answer(self, number: int, request: EngineRequest, streams: bool) -> None:
-        with self._sending_errors(number):
+        try:
             if streams:
                 async for block in self._engine.stream(request):
                     self.send(number, block)
             else:
                 self.send(number, await self._engine.generate(request))
             self.send(number, None)
-
-    @contextmanager
-    def _sending_errors(self, number: int) -> Iterator[None]:
-        try:
-            yield
         except Exception as error:
             try:
                 self.send(number, error)

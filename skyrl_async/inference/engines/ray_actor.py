@@ -1,6 +1,6 @@
-"""A vLLM engine in a Ray actor's process. Ray starts it; all that it is asked for afterwards comes over connections of its own.
+"""A vLLM engine in a Ray actor's process: requests, which come over connections of their own, and every other call.
 
-    RayEngine (any process) ──EngineConnection──> EngineActor ──> VLLMEngine ──> core
+    RayEngine (any process) ──requests · other calls──> EngineActor ──> VLLMEngine ──> core
 
 Requests that a weight update aborts continue here.
 """
@@ -53,6 +53,8 @@ class EngineActor:
         self._engine: VLLMEngine
         self._calls = OpenCalls()
         self._listening: asyncio.Task[tuple[asyncio.Server, EngineAddress]] | None = None
+        self._finished: dict[tuple[str, int], asyncio.Event] = {}
+        """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
 
     async def start(self) -> StartedEngine:
         """Boot, and sample one token: vLLM boots with models that its kernels for the device then turn out not to support."""
@@ -104,6 +106,18 @@ class EngineActor:
     async def control(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call any other method of the engine."""
         return await getattr(self._engine, method)(*args)
+
+    async def control_in_order(self, method: str, args: tuple[Any, ...], caller: str, number: int) -> Any:
+        """``control``, after the caller's calls with smaller numbers (counted from 0) are over: Ray starts an actor's calls in any
+        order."""
+        over = self._finished.setdefault((caller, number), asyncio.Event())
+        if number:
+            await self._finished.setdefault((caller, number - 1), asyncio.Event()).wait()
+            del self._finished[caller, number - 1]
+        try:
+            return await self.control(method, args)
+        finally:
+            over.set()
 
     def _may_continue(self, request: EngineRequest) -> Callable[[], bool]:
         return lambda: not self._calls.is_evicted(request.request_id)

@@ -30,16 +30,6 @@ class CountingEngine:
     def __init__(self) -> None:
         self.held = asyncio.Event()
         self.ended = asyncio.Event()
-        self.done = list[str]()
-
-    async def do(self, name: str) -> str:
-        self.done.append(name)
-        if name == "too long":
-            raise PromptTooLongError(9, 8)
-        if name == "held":
-            await asyncio.Event().wait()
-        await asyncio.sleep(0)
-        return name
 
     async def generate(self, asked: EngineRequest) -> EngineOutput:
         if asked.request_id == "too long":
@@ -158,23 +148,3 @@ def test_messages_arrive_whole_however_they_are_cut(messages: list[tuple[int, by
     for begin in range(0, len(sent), size):
         side.data_received(bytes(sent[begin : begin + size]))
     assert arrived == messages
-
-
-async def test_methods_begin_in_the_order_of_their_calls_and_go_on_without_their_caller() -> None:
-    async with connected() as (engine, connection, _):
-        left = connection.ask("do", "first")
-        answers = [connection.ask("do", name) for name in ("second", "third")]
-        left.cancel()
-        assert await asyncio.gather(*answers) == ["second", "third"]
-        assert engine.done == ["first", "second", "third"]
-        with pytest.raises(PromptTooLongError):
-            await connection.ask("do", "too long")
-
-
-async def test_a_lost_connection_is_an_engine_death_for_methods_that_were_called_and_are_called_later() -> None:
-    async with connected() as (_, connection, _):
-        open_call = connection.ask("do", "held")
-        connection.transport.abort()
-        for answer in (open_call, connection.ask("do", "late")):
-            with pytest.raises(EngineDeadError, match="engine engine-0 is gone"):
-                await answer
