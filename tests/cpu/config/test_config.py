@@ -82,7 +82,7 @@ def test_a_policy_of_ones_own_has_the_defaults_of_a_real_model_and_the_tiny_one_
         64,
     )
     toy = from_overrides()
-    assert (toy.trainer.staleness_bound, toy.trainer.num_steps, toy.trainer.policy_mini_batch_size) == (4, 100, 8)
+    assert (toy.trainer.staleness_bound, toy.trainer.num_steps, toy.trainer.policy_mini_batch_size) == (4, 70, 8)
     assert (toy.policy.dtype, toy.training.lr, toy.generator.sampling.max_tokens) == (DType.float32, 8e-4, 320)
     assert toy.policy.warm_start.enabled and toy.engine.enforce_eager and not toy.training.mixed_precision
 
