@@ -268,7 +268,7 @@ def test_the_warm_start_of_the_trail_leaves_a_policy_that_can_call_the_tool_but_
     task = get_task("trail")
     _, held_out = task.make_prompts(2048, 512, seed=0)
     uids = frozenset(prompt.uid for prompt in held_out)
-    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartConfig(), held_out=uids, seed=1)
+    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartConfig(), held_out=uids, seed=0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     chances = [chances_to_work(model, tokenizer, prompt) for prompt in held_out[:64]]
     assert 0.15 < sum(begins for begins, _ in chances) / len(chances) < 0.45
