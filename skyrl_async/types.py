@@ -303,7 +303,7 @@ def _set_columns(value: object) -> None:
 
 @cache
 def _column_makers(kind: type) -> list[tuple[str, str, Callable[..., Any]]]:
-    """Of each column of a dataclass: its name, its name in errors, and what makes it from the value given."""
+    """Each column's name in a dataclass, its name in errors, and what makes it from the value given."""
     makers = {name: partial(column, dtype=dtype) for name, dtype in _COLUMNS.items()} | {"versions": VersionSpans.of}
     named = [field.name for field in fields(kind) if field.name in makers]
     return [(name, f"{kind.__name__}.{name}", makers[name]) for name in named]

@@ -54,8 +54,7 @@ _client_ids = itertools.count()
 _MAX_PER_TURN = 16
 """Calls that begin in one turn of the event loop; each takes some .3 ms."""
 CARRIED_BLOCK_TOKENS = 1024
-"""Most tokens of a generation that an engine's death costs, if nobody reads it in blocks. A quarter of that costs the driver three times
-the processor's time over Ray (``benchmarks.driver``)."""
+"""Most tokens of a generation that an engine's death costs, if nobody reads it in blocks."""
 
 
 class InferenceEngineClient:

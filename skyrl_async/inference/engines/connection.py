@@ -85,7 +85,7 @@ class EngineConnection(_Messages):
         self._key = key
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Queue[EngineOutput | Exception | None]] = {}
-        """Of each open call, what has come and was not taken yet; None: the end."""
+        """What has come for each open call and was not taken yet; None: the end."""
         self._is_lost = False
 
     @classmethod
