@@ -36,7 +36,6 @@ class FrontEndPool(Protocol):
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Send requests to exactly these engines. Raises ``InferenceError`` if the front end is gone."""
-        ...
 
 
 class FrontEndNotifier:

@@ -30,15 +30,12 @@ class EngineListener(Protocol):
 
     def engine_joined(self, engine: InferenceEngine) -> None:
         """The engine takes requests from now on."""
-        ...
 
     async def engine_leaving(self, name: str) -> None:
         """The engine takes no more requests; those that it has are evicted once this returns."""
-        ...
 
     def engine_died(self, name: str, reason: str) -> None:
         """The engine takes no more requests; those that it had continue elsewhere."""
-        ...
 
 
 class EngineSlot:

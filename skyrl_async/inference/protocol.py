@@ -19,12 +19,10 @@ class InferenceEngine(Protocol):
     @property
     def name(self) -> str:
         """Short unique name for logs and metrics, such as ``engine-0``."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus answer, in tokens."""
-        ...
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample until the end, or until a pause in abort mode. That returns all tokens so far with ``finish_reason`` ``abort``, unless the
@@ -33,27 +31,22 @@ class InferenceEngine(Protocol):
 
         Raises ``RequestRefusedError`` for a request that the engine cannot serve.
         """
-        ...
 
     def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Like ``generate``, in blocks of new tokens as they are sampled; only the last block has a ``finish_reason``."""
-        ...
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """All tokens so far of those requests that are in the engine, by id; with a finish reason if there are no more. The requests are
         not changed. One that is ending may be missing."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Return once no further token is sampled under the current version, and any cancelled load has ended. Idempotent.
 
         While the engine holds a request that is not ``sampling.is_resumable``, it freezes requests in every mode.
         """
-        ...
 
     async def resume(self) -> None:
         """Sample again, after all pauses called before, also cancelled ones. Idempotent."""
-        ...
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Prepare as much of loading the update as possible while tokens are sampled, which takes as much memory as the weights. An update
@@ -61,7 +54,6 @@ class InferenceEngine(Protocol):
 
         Raises ``PublishError`` if it cannot; the update can be loaded all the same.
         """
-        ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by ``update``, drop every cached key and value, and serve ``update.version``.
@@ -70,26 +62,21 @@ class InferenceEngine(Protocol):
         policy's (unknown names, other shapes, missing files), or its bytes are to be compared and differ from those sent. Any later failure
         is ``EngineDeadError``.
         """
-        ...
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``pause``, then ``load_weights``, without a round trip in between; returns the seconds until it had paused.
 
         It may refuse an update before it pauses.
         """
-        ...
 
     async def version(self) -> int:
         """The policy version being served."""
-        ...
 
     async def checksum(self) -> str:
         """Digest of the weights; equal weights give equal digests on engines of the same kind."""
-        ...
 
     async def ping(self) -> None:
         """Return if the engine can sample. A wedged engine never returns: the caller sets the deadline."""
-        ...
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """End running requests that can continue elsewhere, with ``finish_reason`` ``abort`` and all tokens so far.
@@ -98,11 +85,9 @@ class InferenceEngine(Protocol):
             request_ids: the requests to end, also while the engine is paused. None: all; then this returns when the others have run to
                 their end, and nothing may be sent to the engine meanwhile.
         """
-        ...
 
     async def close(self) -> None:
         """Release everything, also with requests in flight. Idempotent."""
-        ...
 
 
 async def pause_then_load(engine: InferenceEngine, update: WeightUpdate, mode: PauseMode) -> float:

@@ -20,7 +20,6 @@ class Tokenizer(Protocol):
         self, token_ids: list[int], *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
     ) -> str:
         """Text of ``token_ids``."""
-        ...
 
 
 class CompletionText:

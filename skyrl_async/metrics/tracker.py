@@ -172,11 +172,9 @@ class Sink(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step."""
-        ...
 
     def close(self) -> None:
         """Write out what is buffered, and release resources. Idempotent."""
-        ...
 
 
 class Tracker:

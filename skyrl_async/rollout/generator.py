@@ -65,7 +65,6 @@ class Generator(Protocol):
 
         Any exception fails the rollout: it is retried, then counted, and its prompt is kept.
         """
-        ...
 
 
 def keeps_samples(generate: Generate) -> Generate:

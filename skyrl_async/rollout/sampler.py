@@ -42,7 +42,6 @@ class Sampler(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus answer, in tokens."""
-        ...
 
     async def generate_tokens(
         self,
@@ -65,7 +64,6 @@ class Sampler(Protocol):
         Sampling that is not ``is_resumable`` is never split: it stays in its engine while the weights change. If the engine dies,
         the generation restarts in another one.
         """
-        ...
 
     def stream_tokens(
         self,
@@ -79,7 +77,6 @@ class Sampler(Protocol):
 
         Sampling that is not ``is_resumable`` gives a single block at the end, because a restart could not take blocks back.
         """
-        ...
 
 
 class GenerationClient(Protocol):
@@ -88,16 +85,13 @@ class GenerationClient(Protocol):
     @property
     def num_abandoned_tokens(self) -> int:
         """Tokens of generations that were cancelled, so far."""
-        ...
 
     @property
     def deadlines(self) -> Deadlines:
         """Deadlines of rollouts, which stand still in outages."""
-        ...
 
     async def collect_open_tokens(self) -> None:
         """Update open generations with all of their tokens."""
-        ...
 
 
 @dataclass(slots=True)

@@ -22,15 +22,12 @@ class OutputParser(Protocol):
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text must spell special tokens."""
-        ...
 
     def push(self, text: str) -> AnswerParts:
         """What a further block makes certain."""
-        ...
 
     def finish(self) -> AnswerParts:
         """What was held back."""
-        ...
 
 
 def forced_call(tools: Sequence[Tool] | None, tool_choice: str) -> StructuredOutput | None:

@@ -45,11 +45,9 @@ class Call(Protocol):
 
     async def reply(self) -> dict[str, Any]:
         """Return the whole answer."""
-        ...
 
     async def stream(self, emit: Emit) -> None:
         """Emit the answer in events."""
-        ...
 
 
 MakeCall = Callable[[Planner], Awaitable[Call]]

@@ -74,7 +74,6 @@ class Harness(Protocol):
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Run ``task`` to its end. Cancellation must release everything at once."""
-        ...
 
 
 AgentFunction = Callable[[AgentTask], Awaitable[AgentResult | float | str | None]]

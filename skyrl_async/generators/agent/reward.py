@@ -59,7 +59,6 @@ class RewardSource(Protocol):
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Called before the session is finished."""
-        ...
 
 
 RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]

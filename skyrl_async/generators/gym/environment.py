@@ -31,19 +31,15 @@ class Environment(Protocol):
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The first messages for the policy, and anything else."""
-        ...
 
     def step(self, action: str) -> Mapping[str, Any]:
         """``observations`` (messages), ``reward``, ``done``, and maybe ``postprocessed_action``."""
-        ...
 
     def get_metrics(self) -> dict[str, Any]:
         """Figures of this episode."""
-        ...
 
     def close(self) -> None:
         """Release what the episode holds."""
-        ...
 
 
 @runtime_checkable
@@ -52,11 +48,9 @@ class RestorableEnvironment(Protocol):
 
     def snapshot(self) -> Any:
         """The state for ``restore``, as JSON. Called after ``init`` and after every step but the last, so it should be quick."""
-        ...
 
     def restore(self, state: Any) -> None:
         """Return to the state of a snapshot; called on a fresh environment instead of ``init``."""
-        ...
 
 
 def finite_reward(found: Any, source: str) -> float:
