@@ -274,12 +274,7 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
     most = settings.mini_batch_size * (settings.max_staleness_steps + 1)
     trainer.num_parallel_generation_workers = settings.num_workers or most
     sampling = SamplingConfig(max_tokens=settings.max_tokens)
-    generator = from_section(
-        GeneratorConfig,
-        settings,
-        n_samples_per_prompt=settings.group_size,
-        sampling=sampling,
-    )
+    generator = from_section(GeneratorConfig, settings, n_samples_per_prompt=settings.group_size, sampling=sampling)
     evaluation = EvaluationConfig(
         num_prompts=settings.num_eval_prompts,
         num_prompts_while_training=settings.num_eval_prompts,

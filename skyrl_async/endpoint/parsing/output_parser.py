@@ -48,12 +48,7 @@ def forced_call(tools: Sequence[Tool] | None, tool_choice: str) -> StructuredOut
 
 
 def output_parser_of(
-    parser: AnswerParser,
-    *,
-    tools: Sequence[Tool] | None,
-    tool_choice: str,
-    is_chat: bool,
-    starts_in_reasoning: bool,
+    parser: AnswerParser, *, tools: Sequence[Tool] | None, tool_choice: str, is_chat: bool, starts_in_reasoning: bool
 ) -> OutputParser:
     """The parser for one choice of a request.
 

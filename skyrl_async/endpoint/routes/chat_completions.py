@@ -10,21 +10,10 @@ from typing import Any
 from pydantic import Field
 
 from skyrl_async.endpoint.parsing.answers import AnswerParts
-from skyrl_async.endpoint.requests.generation import (
-    Answer,
-    AnswerBlock,
-    GenerationRequest,
-    Planned,
-    chat_tool_call,
-)
+from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned, chat_tool_call
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import ChatToolFields, Checked, SamplingFields, format_of
-from skyrl_async.endpoint.routes.surface import (
-    ChoicesCall,
-    Written,
-    chat_logprobs,
-    extra_fields,
-)
+from skyrl_async.endpoint.routes.surface import ChoicesCall, Written, chat_logprobs, extra_fields
 from skyrl_async.types import Completion, CompletionDelta
 
 

@@ -12,11 +12,7 @@ from pydantic import Field, model_validator
 from skyrl_async.endpoint.requests.fields import refused
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, GenerationRequest, Planned
 from skyrl_async.endpoint.routes.schema import Checked, Label, SamplingFields, format_of
-from skyrl_async.endpoint.routes.surface import (
-    ChoicesCall,
-    Written,
-    completion_logprobs,
-)
+from skyrl_async.endpoint.routes.surface import ChoicesCall, Written, completion_logprobs
 from skyrl_async.types import Completion, CompletionDelta
 
 _MAX_CHOICES = 1024

@@ -19,10 +19,7 @@ from skyrl_async.runtime.tasks import task_group
 
 @contextlib.asynccontextmanager
 async def start_server(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    server: ServerConfig | None = None,
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, server: ServerConfig | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve ``app`` while the block runs, and yield (host, port).
 

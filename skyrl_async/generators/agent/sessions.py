@@ -17,13 +17,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import (
-    GenerationError,
-    OutageError,
-    SessionClosedError,
-    SessionNotFoundError,
-    SkyRLAsyncError,
-)
+from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import SamplingParams, Trajectory
 

@@ -30,11 +30,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import (
-    materialize_meta_tensor,
-    restore_layer_on_meta,
-    to_meta_tensor,
-)
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_on_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
