@@ -81,10 +81,10 @@ class _AsyncStalenessManager:
     """Index of the next admission: the number of groups admitted so far."""
     _num_trained: int = field(default=0, init=False)
     _is_trainer_waiting: bool = field(default=True, init=False)
-    _running: dict[int, Admission] = field(default_factory=dict, init=False)
-    _finished: dict[int, Admission] = field(default_factory=dict, init=False)
     _open: OrderedDict[int, Admission] = field(default_factory=OrderedDict, init=False)
     """Admission index -> group that is neither trained nor dropped, in order of admission."""
+    _running: set[int] = field(default_factory=set, init=False)
+    """Admission indices of the open groups that are not finished."""
     _num_open_of: Counter[int] = field(default_factory=Counter, init=False)
     """Scheduled version -> open groups, so that ``may_train`` takes no longer with ten thousand groups."""
     _num_waiting: int = field(default=0, init=False)
@@ -99,7 +99,12 @@ class _AsyncStalenessManager:
     @property
     def num_accepted(self) -> int:
         """Groups finished so far and not filtered, the trained ones included."""
-        return self._num_trained + len(self._finished)
+        return self._num_trained + self._num_finished
+
+    @property
+    def _num_finished(self) -> int:
+        """Finished groups that wait to be trained."""
+        return len(self._open) - len(self._running)
 
     @property
     def window_steps(self) -> int:
@@ -117,7 +122,7 @@ class _AsyncStalenessManager:
         if self.admits_whole_batches and self._running and num_admitted % self.mini_batch_size == 0:
             return 0
         is_ahead = self.limits_buffered_groups and not self._is_trainer_waiting
-        num_in_flight = len(self._running) + (len(self._finished) if is_ahead else 0)
+        num_in_flight = len(self._running) + (self._num_finished if is_ahead else 0)
         return max(0, min(num_left, self.max_concurrent_generation_groups - num_in_flight))
 
     async def acquire_submission_slot(self) -> Admission:
@@ -131,7 +136,7 @@ class _AsyncStalenessManager:
                 await self._changes.until(lambda: self.capacity > 0)
                 admission = Admission(index=self.next_index, scheduled_version=self.served_version)
                 self.next_index += 1
-                self._running[admission.index] = admission
+                self._running.add(admission.index)
                 self._open_group(admission)
                 self._changes.notify()
                 return admission
@@ -140,12 +145,13 @@ class _AsyncStalenessManager:
 
     async def on_rollout_accepted(self, admission: Admission) -> None:
         """The group is finished and can be trained."""
-        self._finished[admission.index] = self._take_running(admission)
+        self._take_running(admission)
         self._changes.notify()
 
     async def on_rollout_rejected(self, admission: Admission) -> None:
         """The group failed or was dropped: another one may be admitted for it."""
-        self._close(self._take_running(admission))
+        self._take_running(admission)
+        self._close(admission.index)
         self._changes.notify()
 
     async def on_rollout_filtered(self, admission: Admission) -> None:
@@ -252,9 +258,7 @@ class _AsyncStalenessManager:
             if has_place and staleness <= self.max_staleness_steps + self.window_steps:
                 restored.append(admission)
                 self._open_group(admission)
-        is_running = {admission.index for admission in running}
-        self._running = {a.index: a for a in restored if a.index in is_running}
-        self._finished = {a.index: a for a in restored if a.index not in is_running}
+        self._running = self._open.keys() & {admission.index for admission in running}
         return tuple(restored)
 
     async def validate_state_at_epoch_end(self, num_trained_groups: int) -> None:
@@ -266,23 +270,21 @@ class _AsyncStalenessManager:
         self._open[admission.index] = admission
         self._num_open_of[admission.scheduled_version] += 1
 
-    def _close(self, admission: Admission) -> None:
-        del self._open[admission.index]
-        self._num_open_of[admission.scheduled_version] -= 1
-        if not self._num_open_of[admission.scheduled_version]:
-            del self._num_open_of[admission.scheduled_version]
+    def _close(self, index: int) -> None:
+        version = self._open.pop(index).scheduled_version
+        self._num_open_of[version] -= 1
+        if not self._num_open_of[version]:
+            del self._num_open_of[version]
 
-    def _take_running(self, admission: Admission) -> Admission:
+    def _take_running(self, admission: Admission) -> None:
         if admission.index not in self._running:
             raise StateError(f"group {admission.index} is not running: it ended before, or was never admitted")
-        return self._running.pop(admission.index)
+        self._running.remove(admission.index)
 
-    def _take_finished(self, index: int) -> Admission:
-        if index not in self._finished:
+    def _take_finished(self, index: int) -> None:
+        if index not in self._open or index in self._running:
             raise StateError(f"group {index} is not finished, or was trained before")
-        admission = self._finished.pop(index)
-        self._close(admission)
-        return admission
+        self._close(index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
