@@ -134,9 +134,8 @@ class DeterministicEngine:
         def is_leaving() -> bool:
             return self._cut_off.reason is not None or self._calls.is_evicted(request_id)
 
-        until = asyncio.get_running_loop().time() + self._seconds_per_token
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout(self._seconds_per_token):
                 await self._changes.until(is_leaving)
         await self._changes.until(lambda: self._pause_mode is None or is_leaving())
         self._cut_off.check()
@@ -147,7 +146,7 @@ class DeterministicEngine:
         if token in sampling.stop_token_ids or (token in self._stop_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
         num_new_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
-        if num_new_tokens >= request.sampling.max_tokens or len(sequence.token_ids) >= self.max_model_len:
+        if num_new_tokens >= sampling.max_tokens or len(sequence.token_ids) >= self.max_model_len:
             return FinishReason.LENGTH
         return None
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -69,11 +69,9 @@ class RayEngine:
         async with contextlib.aclosing(self._call(request, streams=False)) as outputs:
             return await anext(outputs)
 
-    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """``InferenceEngine.stream``."""
-        async with contextlib.aclosing(self._call(request, streams=True)) as blocks:
-            async for block in blocks:
-                yield block
+        return self._call(request, streams=True)
 
     async def _call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
         if self._connection is None:
@@ -171,17 +169,11 @@ class RayEngine:
         self, method: str, call: ObjectRef, timeout_s: float | None = None, *, has_deadline: bool = True
     ) -> Any:
         waited_s = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
-        with self._as_own_errors():
-            try:
-                async with asyncio.timeout(waited_s if has_deadline else None):
-                    return await call
-            except TimeoutError as error:
-                raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited_s:g} s") from error
-
-    @contextlib.contextmanager
-    def _as_own_errors(self) -> Iterator[None]:
         try:
-            yield
+            async with asyncio.timeout(waited_s if has_deadline else None):
+                return await call
+        except TimeoutError as error:
+            raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited_s:g} s") from error
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:

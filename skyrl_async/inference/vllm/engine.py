@@ -229,14 +229,13 @@ class VLLMEngine:
         self._validator.check(update)
         if update.is_compared:
             await asyncio.to_thread(require_as_sent, update)
-        left_out: list[str] = []
         if self._adapter is not None:
             left_out = await self._control("compare layers", self._adapter.layers_without_adapters, update)
-        if left_out:
-            raise PublishError(
-                f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
-                "policy.lora.exclude_modules, or set policy.lora.publish=merged"
-            )
+            if left_out:
+                raise PublishError(
+                    f"engine {self.name} cannot adapt {left_out[0]} (and {len(left_out) - 1} more layers): name them in "
+                    "policy.lora.exclude_modules, or set policy.lora.publish=merged"
+                )
         return update
 
     async def _load_checked(self, update: WeightUpdate) -> None:
