@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from skyrl_async.errors import InferenceError
+from skyrl_async.runtime.tasks import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class SharedRequest:
     on_abandoned: Callable[["SharedRequest"], None] = lambda _: None
     """Called when the last connection closes before a client has everything; the work is cancelled then."""
     _events: list[Event] = field(default_factory=list, init=False)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _changes: Changes = field(default_factory=Changes, init=False)
     _task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _num_connections: int = field(default=0, init=False)
     _is_delivered: bool = field(default=False, init=False)
@@ -83,7 +84,7 @@ class SharedRequest:
         if len(self._events) == num_seen and not self.is_done:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
+                    await self._changes.next()
         return self._events[num_seen:]
 
     def cancel(self, reason: Exception) -> None:
@@ -124,12 +125,8 @@ class SharedRequest:
             traceback.clear_frames(failure.__traceback__)  # they hold the request, and the task holds them
         if failure is not None and not self._num_connections:
             logger.info("a request failed after its client had disconnected: %r", failure)
-        self._notify()
+        self._changes.notify()
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
