@@ -102,11 +102,11 @@ def routes(serving: Serving) -> list[Route]:
 
 def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
     num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
-    newest = session.tree.newest_turn
+    newest, messages = session.tree.newest
     return {name: getattr(session, name) for name in _SHOWN} | {
         "num_side_requests": num_side_requests,
         "num_side_tokens": num_side_tokens,
-        "messages": session.tree.newest_messages,
+        "messages": messages,
         "last_text": None if newest is None else newest.addition.text,
         "last_finish_reason": None if newest is None else newest.addition.finish_reason,
     }

@@ -101,14 +101,11 @@ class TurnTree:
         return tuple(turn for turn in self._turns if turn.index in found)
 
     @property
-    def newest_turn(self) -> Turn | None:
-        """The newest turn that is no side request; None without one."""
-        return self._newest_of_task()[0]
-
-    @property
-    def newest_messages(self) -> tuple[Message, ...]:
-        """The conversation of ``newest_turn``: its request's messages and its reply."""
-        return self._newest_of_task()[1]
+    def newest(self) -> tuple[Turn | None, tuple[Message, ...]]:
+        """The newest turn that is no side request, and its conversation: its request's messages and its reply. (None, ()) without one."""
+        side_requests = self._side_requests.found()
+        newest_first = list(self._newest.values())[::-1]
+        return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
 
     def match(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None) -> Match:
         """The deepest sampled turn whose whole conversation equals a prefix of ``messages``, asked with the same ``tools``.
@@ -171,7 +168,13 @@ class TurnTree:
             is_constrained=is_constrained,
         )
         reply_keys = frozenset(message_key(form) for form in (reply, *other_forms))
-        self._place(turn, self._roots.setdefault(tools_key(tools), _Node()), keys, reply_keys)
+        node = self._roots.setdefault(tools_key(tools), _Node())
+        for key in keys:
+            node = node.child(key)
+        for key in reply_keys:
+            node.child(key).turns.append(turn)
+        self._turns.append(turn)
+        self.num_turns += 1
         self.num_sampled_tokens += len(completion.token_ids)
         self._side_requests.add(
             None if turn.parent is None else turn.parent.index,
@@ -187,19 +190,6 @@ class TurnTree:
         self._newest.pop(system, None)
         self._newest[system] = (turn, (*messages, reply))
         return turn
-
-    def _newest_of_task(self) -> tuple[Turn | None, tuple[Message, ...]]:
-        side_requests = self._side_requests.found()
-        newest_first = list(self._newest.values())[::-1]
-        return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
-
-    def _place(self, turn: Turn, node: _Node, keys: Sequence[MessageKey], reply_keys: frozenset[MessageKey]) -> None:
-        for key in keys:
-            node = node.child(key)
-        for key in reply_keys:
-            node.child(key).turns.append(turn)
-        self._turns.append(turn)
-        self.num_turns += 1
 
     def close(self) -> None:
         """Drop all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""

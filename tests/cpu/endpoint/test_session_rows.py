@@ -135,7 +135,7 @@ def test_a_title_asked_beside_a_task_is_no_row_and_takes_no_weight(
     row = only(rows(policy.tree, reward=1.0))
     assert (row.num_turns, row.num_sampled_tokens, row.weight, row.is_truncated) == (3, 6, 1.0, False)
     assert policy.tree.side_requests == (title,)
-    assert policy.tree.newest_messages == tuple(messages[:-1])
+    assert policy.tree.newest[1] == tuple(messages[:-1])
     for branches in (BranchPolicyName.longest, BranchPolicyName.last):
         assert only(rows(policy.tree, reward=1.0, branches=branches)).num_turns == 3
     trained = rows(policy.tree, reward=1.0, trains_side_requests=True)
@@ -387,6 +387,6 @@ def test_turns_and_aborts_of_rows_add_up_to_those_of_the_session(tree: TurnTree)
     of_task = [turn for turn in tree.turns if turn not in tree.side_requests]
     assert sum(row.num_turns for row in found) == len(of_task) and bool(of_task) == bool(tree.turns)
     assert sum(row.num_aborts for row in found) == sum(turn.addition.num_aborts for turn in of_task)
-    assert tree.newest_turn in of_task or not tree.turns
+    assert tree.newest[0] in of_task or not tree.turns
     for turn in tree.side_requests:
         assert turn.parent is None and all(other.parent is not turn for other in tree.turns)

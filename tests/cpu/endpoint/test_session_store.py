@@ -137,7 +137,7 @@ def test_a_finished_session_accepts_nothing_and_keeps_its_figures(store: Session
     tree = session.tree
     policy = Policy(tree)
     policy.answer([user("a")], assistant("b"))
-    assert tree.newest_messages == (user("a"), assistant("b"))
+    assert tree.newest[1] == (user("a"), assistant("b"))
     finish(store, session.id, reward=1.0)
     with pytest.raises(SessionClosedError, match=f"session {session.id} is finished; begin a new session"):
         session.begin_request(0.0)
@@ -145,7 +145,7 @@ def test_a_finished_session_accepts_nothing_and_keeps_its_figures(store: Session
         policy.answer([user("a")], assistant("late"))
     session.end_request(0.0)
     assert (session.num_turns, session.num_sampled_tokens, session.num_requests_open) == (1, 2, 0)
-    assert tree.newest_messages == ()
+    assert tree.newest[1] == ()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

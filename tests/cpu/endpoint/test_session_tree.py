@@ -37,7 +37,7 @@ def test_a_conversation_grows_as_one_chain_of_ids(policy: Policy) -> None:
     for parent, child in pairwise(turns):
         assert begins_with(child.token_ids, parent.token_ids)
     assert policy.tree.turns == tuple(turns)
-    assert policy.tree.newest_messages == (*messages[:-2], assistant("reply 9"))
+    assert policy.tree.newest[1] == (*messages[:-2], assistant("reply 9"))
     assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (10, 20)
 
 
@@ -195,7 +195,7 @@ def test_a_closed_tree_keeps_its_figures_only(policy: Policy) -> None:
     policy.answer([user("a")], assistant("b"))
     policy.tree.close()
     assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (1, 2)
-    assert (policy.tree.turns, policy.tree.newest_turn, policy.tree.newest_messages) == ((), None, ())
+    assert (policy.tree.turns, policy.tree.newest) == ((), (None, ()))
     with pytest.raises(StateError, match="closed turn tree accepts no turn"):
         policy.answer([user("a")], assistant("b"))
 
