@@ -104,21 +104,20 @@ _NUM_LAST_TOKENS = 32
 """Where a prompt opens reasoning, it does so within so many tokens of its end."""
 
 
+@dataclass(eq=False)
 class AnswerParser:
     """Takes the answers of one model apart; made by ``of``, shared by all requests."""
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerFast",
-        *,
-        tools: VLLMToolParser | None = None,
-        reasoning: VLLMReasoningParser | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._tools = tools
-        self._reasoning = reasoning
-        self._format = format_of(tools.name if tools else None)
-        self._marks = _marks(reasoning, self._format.starts)
+    tokenizer: "PreTrainedTokenizerFast"
+    """The model's."""
+    tools: VLLMToolParser | None = None
+    """None: every call is content."""
+    reasoning: VLLMReasoningParser | None = None
+    """None: there is no reasoning."""
+
+    def __post_init__(self) -> None:
+        self._format = format_of(self.tools.name if self.tools else None)
+        self._marks = _marks(self.reasoning, self._format.starts)
         self._logged: set[str] = set()
         self.keeps_special_tokens = self._needs_special_tokens()
         """Whether the parsers need a text that spells special tokens."""
@@ -144,14 +143,14 @@ class AnswerParser:
         text = template if isinstance(template, str) else "\n".join(template.values())
         tools = _load(load_tool_parser, tool_call_parser, tool_parser_for(text), tokenizer)
         reasoning = _load(load_reasoning_parser, reasoning_parser, reasoning_parser_for(text), tokenizer)
-        return cls(tokenizer, tools=tools, reasoning=reasoning)
+        return cls(tokenizer, tools, reasoning)
 
     def starts_in_reasoning(self, prompt_token_ids: TokenIds) -> bool:
         """Whether a prompt ends in an open block of reasoning, in which its answer begins."""
-        start = self._reasoning.start if self._reasoning else None
+        start = self.reasoning.start if self.reasoning else None
         if not start:
             return False
-        end = self._tokenizer.decode(prompt_token_ids[-_NUM_LAST_TOKENS:].tolist(), clean_up_tokenization_spaces=False)
+        end = self.tokenizer.decode(prompt_token_ids[-_NUM_LAST_TOKENS:].tolist(), clean_up_tokenization_spaces=False)
         return str(end).rstrip().endswith(start)
 
     def stream(self, *, tools: Sequence[Tool] | None, starts_in_reasoning: bool = False) -> AnswerStream:
@@ -163,34 +162,34 @@ class AnswerParser:
         """
         offered = tuple(tools or ())
         return AnswerStream(
-            self._marks if offered and self._tools else self._marks.without_calls(),
+            self._marks if offered and self.tools else self._marks.without_calls(),
             read_calls=lambda text: self._read_calls(text, offered),
-            read_reasoning=self._read_reasoning if self._reasoning and not self._marks.reasoning else None,
+            read_reasoning=self._read_reasoning if self.reasoning and not self._marks.reasoning else None,
             starts_in_reasoning=starts_in_reasoning,
             keeps_special_tokens=self.keeps_special_tokens,
         )
 
     def _read_calls(self, text: str, tools: Sequence[Tool]) -> AnswerParts | None:
         """The calls in a text that begins with one, and the content around them; None if it holds no whole call."""
-        assert self._tools is not None
+        assert self.tools is not None
         try:
-            found = self._tools.extract(text, tools)
+            found = self.tools.extract(text, tools)
             if not found.calls or not _are_whole(found, text, self._format.end):
-                self._log_once(logging.INFO, self._tools.name, "it found no whole call")
+                self._log_once(logging.INFO, self.tools.name, "it found no whole call")
                 return None
         except Exception as error:  # a model may write anything
-            self._log_once(logging.WARNING, self._tools.name, f"{type(error).__name__}: {error}")
+            self._log_once(logging.WARNING, self.tools.name, f"{type(error).__name__}: {error}")
             return None
         calls = tuple(make_tool_call(name, arguments) for name, arguments in found.calls)
         return AnswerParts(content=found.content, tool_calls=calls)
 
     def _read_reasoning(self, text: str) -> tuple[str, str]:
         """Reasoning and content of a whole text."""
-        assert self._reasoning is not None
+        assert self.reasoning is not None
         try:
-            reasoning, content = self._reasoning.extract(text)
+            reasoning, content = self.reasoning.extract(text)
         except Exception as error:  # a model may write anything
-            self._log_once(logging.WARNING, self._reasoning.name, f"{type(error).__name__}: {error}")
+            self._log_once(logging.WARNING, self.reasoning.name, f"{type(error).__name__}: {error}")
             return "", text
         return (reasoning, content) if reasoning or content else ("", text)
 
@@ -201,14 +200,14 @@ class AnswerParser:
             logger.log(level, "an answer is passed on as it was written: parser %s, %.200s (logged once)", name, reason)
 
     def _needs_special_tokens(self) -> bool:
-        added = self._tokenizer.added_tokens_decoder.values()
+        added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token.content) for token in added if token.special}
-        reasoning = self._reasoning
-        marks = {reasoning.start, reasoning.end} if reasoning else set()
-        if self._tools and self._format.parsers:
+        marks = {self.reasoning.start, self.reasoning.end} if self.reasoning else set()
+        if self.tools and not self._format.parsers:
+            return bool(special & marks) or self.tools.wants_special_tokens
+        if self.tools:
             marks |= {*self._format.starts, self._format.end}
-        is_unknown = self._tools is not None and not self._format.parsers
-        return bool(special & marks) or (is_unknown and self._tools is not None and self._tools.wants_special_tokens)
+        return bool(special & marks)
 
 
 def _load(

@@ -8,6 +8,7 @@ Does not know keys, clocks, HTTP or how many sessions there are.
 
 import threading
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -27,33 +28,25 @@ class SessionState(StrEnum):
     DELETED = "deleted"
 
 
+@dataclass(eq=False, repr=False)
 class Session:
-    """One harness's conversation with the policy. Times are seconds of the caller's clock.
+    """One harness's conversation with the policy. Times are seconds of the caller's clock."""
 
-    Args:
-        session_id: unique; not secret.
-        sampling: the trainer's; None leaves sampling to the requests.
-        priority: its requests' in the engines; smaller is served first.
-        label: for logs and status.
-        limits: when it accepts no more.
-        now: time of its creation.
-    """
+    id: str
+    """Unique; not secret."""
+    _: KW_ONLY
+    limits: SessionLimits
+    """When it accepts no more."""
+    now: InitVar[float]
+    """Time of its creation."""
+    sampling: SessionSampling | None = None
+    """The trainer's; None leaves sampling to the requests."""
+    priority: int = 0
+    """Its requests' in the engines; smaller is served first."""
+    label: str | None = None
+    """For logs and status."""
 
-    def __init__(
-        self,
-        session_id: str,
-        *,
-        limits: SessionLimits,
-        now: float,
-        sampling: SessionSampling | None = None,
-        priority: int = 0,
-        label: str | None = None,
-    ) -> None:
-        self.id = session_id
-        self.sampling = sampling
-        self.priority = priority
-        self.label = label
-        self.limits = limits
+    def __post_init__(self, now: float) -> None:
         self.state = SessionState.OPEN
         self._expired_because = ""
         self.tree = TurnTree()
