@@ -81,14 +81,14 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[Message]:
     raise refused(f"{where}.role", f"must be user, assistant or system, got {role!r}")
 
 
-def _blocks(message: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The content as blocks; a string is one block of text."""
+def _blocks(message: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """(place, block) of the content; a string is one block of text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
+        content = [{"type": "text", "text": content}] if content else []
     if not isinstance(content, list):
         raise refused(f"{where}.content", f"must be a string or a list of blocks, got {type(content).__name__}")
-    return [object_at(block, f"{where}.content.{i}") for i, block in enumerate(content)]
+    return [(at := f"{where}.content.{i}", object_at(block, at)) for i, block in enumerate(content)]
 
 
 def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
@@ -101,8 +101,7 @@ def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
             chat.append({"role": "user", "content": chat_content(texts)})
             texts.clear()
 
-    for index, block in enumerate(_blocks(message, where)):
-        at = f"{where}.content.{index}"
+    for at, block in _blocks(message, where):
         match block.get("type"):
             case "text":
                 texts.append(string_at(block, "text", at))
@@ -121,8 +120,7 @@ def _assistant_message(message: Mapping[str, Any], where: str) -> Message:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
-    for index, block in enumerate(_blocks(message, where)):
-        at = f"{where}.content.{index}"
+    for at, block in _blocks(message, where):
         match block.get("type"):
             case "text":
                 texts.append(string_at(block, "text", at))

@@ -199,7 +199,6 @@ class ItemsCall(ABC, Generic[B]):
         self._open: str | None = None
         """The kind of text that is being written."""
         self._pieces: list[str] = []
-        self._has_calls = False
         self._is_cut = False
         self._emit: Emit = lambda _: None
 
@@ -231,12 +230,11 @@ class ItemsCall(ABC, Generic[B]):
                 self._pieces.append(text)
                 self.add_text(kind, text)
         for call in parts.tool_calls:
-            self._has_calls = True
             self._close_text()
             self.add_call(call)
 
     def _finish(self, answer: Answer) -> dict[str, Any]:
-        if not self._has_calls:
+        if not answer.parts.tool_calls:
             self._open_text(self.kinds[1])
         self._is_cut = answer.completion.finish_reason is FinishReason.LENGTH
         self._close_text()

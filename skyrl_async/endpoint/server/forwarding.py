@@ -1,7 +1,7 @@
 """Forwards a session's requests to the front end that holds the session, so that any front end's address serves all sessions."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 
 import httpx
@@ -64,7 +64,7 @@ class Forwarding:
             return await receive()
 
         try:
-            await until_disconnect(receive_more, self._forward(owner, scope, body(), send))
+            await until_disconnect(receive_more, self._forward(owner, scope, receive, send, body()))
         except ClientDisconnect:
             return
 
@@ -76,7 +76,7 @@ class Forwarding:
             return None
         return self._peers[index]
 
-    async def _forward(self, root: str, scope: Scope, body: AsyncGenerator[bytes, None], send: Send) -> None:
+    async def _forward(self, root: str, scope: Scope, receive: Receive, send: Send, body: AsyncIterable[bytes]) -> None:
         query = scope["query_string"].decode()
         url = f"{root}{scope['path']}{'?' if query else ''}{query}"
         headers = [(k, v) for k, v in scope["headers"] if k.decode("latin-1") not in _OWN_HEADERS]
@@ -86,7 +86,7 @@ class Forwarding:
         except (httpx.TransportError, ApiError) as error:
             down = ApiError(503, f"the front end of this session does not answer: {error}", code="front_end_down")
             refusal = error if isinstance(error, ApiError) else down
-            await refusal.response_for(scope["path"])(scope, _receive_nothing, send)
+            await refusal.response_for(scope["path"])(scope, receive, send)
             return
         try:
             own = (*_OWN_HEADERS, "content-length")
@@ -97,7 +97,3 @@ class Forwarding:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await answer.aclose()
-
-
-async def _receive_nothing() -> dict[str, str]:
-    return {"type": "http.disconnect"}
