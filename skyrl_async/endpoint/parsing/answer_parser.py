@@ -39,38 +39,36 @@ class ToolFormat:
     """vLLM's names of its parsers; ``auto`` takes the first."""
     marks: tuple[str, ...]
     """A template that holds all of these uses this format."""
-    starts: tuple[str, ...]
-    """Every call begins with one of these; none begins inside another."""
+    starts: tuple[str, ...] = ()
+    """Every call begins with one of these, or if there are none with one of ``marks``; none begins inside another."""
     end: str | None = None
     """Ends every call; set if vLLM's parser accepts calls that were cut short."""
 
+    @property
+    def call_starts(self) -> tuple[str, ...]:
+        """The texts with which calls begin."""
+        return self.starts or self.marks
+
 
 TOOL_FORMATS = (
-    ToolFormat(
-        parsers=("qwen3_coder", "qwen3_xml"),
-        marks=("<tool_call>", "<function="),
-        starts=("<tool_call>", "<function="),
-        end="</function>",
-    ),
+    ToolFormat(parsers=("qwen3_coder", "qwen3_xml"), marks=("<tool_call>", "<function="), end="</function>"),
     ToolFormat(
         parsers=("glm45", "glm47"), marks=("<tool_call>", "<arg_key>"), starts=("<tool_call>",), end="</tool_call>"
     ),
-    ToolFormat(parsers=("hermes", "qwen3_json"), marks=("<tool_call>",), starts=("<tool_call>",)),
+    ToolFormat(parsers=("hermes", "qwen3_json"), marks=("<tool_call>",)),
     ToolFormat(parsers=("llama3_json", "llama4_json"), marks=("<|python_tag|>",), starts=("<|python_tag|>", "{")),
     ToolFormat(parsers=("llama3_json",), marks=("Environment: ipython",), starts=("<|python_tag|>", "{")),
-    ToolFormat(parsers=("mistral",), marks=("[TOOL_CALLS]",), starts=("[TOOL_CALLS]",), end="}"),
+    ToolFormat(parsers=("mistral",), marks=("[TOOL_CALLS]",), end="}"),
     ToolFormat(parsers=("deepseek_v3",), marks=(_DEEPSEEK_CALLS, "```json"), starts=(_DEEPSEEK_CALLS,)),
-    ToolFormat(parsers=("deepseek_v31",), marks=(_DEEPSEEK_CALLS,), starts=(_DEEPSEEK_CALLS,)),
+    ToolFormat(parsers=("deepseek_v31",), marks=(_DEEPSEEK_CALLS,)),
     ToolFormat(
         parsers=("kimi_k2",),
         marks=("<|tool_calls_section_begin|>",),
         starts=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_call_end|>",
     ),
-    ToolFormat(
-        parsers=("minimax_m2",), marks=("<minimax:tool_call>",), starts=("<minimax:tool_call>",), end="</invoke>"
-    ),
-    ToolFormat(parsers=("seed_oss",), marks=("<seed:tool_call>",), starts=("<seed:tool_call>",), end="</function>"),
+    ToolFormat(parsers=("minimax_m2",), marks=("<minimax:tool_call>",), end="</invoke>"),
+    ToolFormat(parsers=("seed_oss",), marks=("<seed:tool_call>",), end="</function>"),
 )
 """A template's format is the first whose marks it holds."""
 
@@ -117,7 +115,7 @@ class AnswerParser:
 
     def __post_init__(self) -> None:
         self._format = format_of(self.tools.name if self.tools else None)
-        self._marks = _marks(self.reasoning, self._format.starts)
+        self._marks = _marks(self.reasoning, self._format.call_starts)
         self._logged: set[str] = set()
         self.keeps_special_tokens = self._needs_special_tokens()
         """Whether the parsers need a text that spells special tokens."""
@@ -206,7 +204,7 @@ class AnswerParser:
         if self.tools and not self._format.parsers:
             return bool(special & marks) or self.tools.wants_special_tokens
         if self.tools:
-            marks |= {*self._format.starts, self._format.end}
+            marks |= {*self._format.call_starts, self._format.end}
         return bool(special & marks)
 
 

@@ -188,7 +188,7 @@ def test_the_chat_template_says_how_its_model_answers(template: str, tools: str 
 
 def test_no_beginning_of_a_call_begins_inside_another() -> None:
     for form in TOOL_FORMATS:
-        inside = [(a, b) for a in form.starts for b in form.starts if a != b and b in a]
+        inside = [(a, b) for a in form.call_starts for b in form.call_starts if a != b and b in a]
         assert inside == []
 
 
