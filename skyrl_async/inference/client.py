@@ -253,7 +253,7 @@ class InferenceEngineClient:
         if generation is None:
             yield NOTHING_SAMPLED
             return
-        generation.follow(state.partial_output)
+        generation.partial_output = state.partial_output
         self._tracked.add(state)
         try:
             yield generation.begin

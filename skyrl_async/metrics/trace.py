@@ -135,11 +135,8 @@ class Trace:
         return lane
 
     def _write_span(self, lane: _Lane, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        began = self._micros(begin)
-        self._write(lane, ph="X", name=name, ts=began, dur=self._micros(end) - began, args=args)
-
-    def _micros(self, moment: float) -> int:
-        return round((moment - self._start) * 1e6)
+        began, ended = (round((moment - self._start) * 1e6) for moment in (begin, end))
+        self._write(lane, ph="X", name=name, ts=began, dur=ended - began, args=args)
 
     def _write(self, lane: _Lane, **event: Any) -> None:
         if self._file is not None:

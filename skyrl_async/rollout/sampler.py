@@ -25,15 +25,9 @@ class OpenGeneration:
 
     def __init__(self, begin: EngineOutput = NOTHING_SAMPLED) -> None:
         self.begin = begin
-        self._read: Callable[[], EngineOutput] = lambda: begin
-
-    def follow(self, read: Callable[[], EngineOutput]) -> None:
-        """From now on ``read`` returns the tokens sampled so far."""
-        self._read = read
-
-    def partial_output(self) -> EngineOutput:
-        """Tokens known to be sampled. A finish reason means that the engine has ended it and its sampler is about to return."""
-        return self._read()
+        self.partial_output: Callable[[], EngineOutput] = lambda: begin
+        """Returns the tokens known to be sampled; a sampler sets it. A finish reason means that the engine has ended the generation and its
+        sampler is about to return."""
 
 
 class Sampler(Protocol):

@@ -32,14 +32,11 @@ class ChatCompletionRequest(ChatToolFields, SamplingFields):
     """Most tokens of prompt and completion together."""
 
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
-        num_top_logprobs = self.top_logprobs if self.logprobs else 0
-        structured = format_of(self.response_format, "response_format", schema_in="json_schema")
-        max_tokens = self.max_completion_tokens or self.max_tokens
         request = self.generation(
             session_header,
-            max_tokens,
-            structured,
-            num_top_logprobs=num_top_logprobs,
+            self.max_completion_tokens or self.max_tokens,
+            format_of(self.response_format, "response_format", schema_in="json_schema"),
+            num_top_logprobs=self.top_logprobs if self.logprobs else 0,
             shows_logprobs=self.logprobs,
             messages=tuple(self.messages),
             prefix_token_ids=self.prefix_token_ids,

@@ -44,11 +44,10 @@ class CompletionRequest(SamplingFields):
         if not 0 < len(prompts) * self.n <= _MAX_CHOICES:
             found = f"{len(prompts)} prompts times n={self.n}"
             raise refused("prompt", f"must ask for one choice to {_MAX_CHOICES}, got {found}")
-        structured = format_of(self.response_format, "response_format", schema_in="json_schema")
         request = self.generation(
             session_header,
             self.max_tokens,
-            structured,
+            format_of(self.response_format, "response_format", schema_in="json_schema"),
             num_top_logprobs=self.logprobs or 0,
             shows_logprobs=self.logprobs is not None,
         )

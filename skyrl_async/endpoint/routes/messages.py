@@ -171,11 +171,10 @@ class MessagesRequest(Conversation, SamplingFields):
     output_config: dict[str, Any] = Field(default={})
 
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
-        structured = format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",))
         request = self.generation(
             session_header,
             self.max_tokens,
-            structured,
+            format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",)),
             messages=chat_messages(self.messages, self.system),
             **self.tool_fields(),
         )

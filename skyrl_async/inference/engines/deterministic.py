@@ -97,8 +97,7 @@ class DeterministicEngine:
 
         Raises ``RequestRefusedError`` for penalties and grammars, which it does not know.
         """
-        sampling = request.sampling
-        if not replace(sampling, bad_words=()).is_resumable:
+        if not replace(request.sampling, bad_words=()).is_resumable:
             raise RequestRefusedError(
                 f"engine {self.name} is deterministic and knows neither penalties nor structured output; "
                 "leave them out, or set engine.backend=vllm"

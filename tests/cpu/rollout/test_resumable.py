@@ -354,7 +354,7 @@ class StoppingSampler:
             self.begun.append(tuple(generation.begin.token_ids))
         if self._stuck_at == turn:
             assert generation is not None
-            generation.follow(lambda: sampled(ids[:4]))
+            generation.partial_output = lambda: sampled(ids[:4])
             self.is_stuck.set()
             await asyncio.Event().wait()
         n = len(ids)
