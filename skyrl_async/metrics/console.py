@@ -7,6 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Self
 
 from rich.console import Console as Output
@@ -29,35 +30,32 @@ _NUM_STUCK = 3
 _MAX_STAGE_WIDTH = 100
 
 
+@dataclass(eq=False)
 class Console:
     """The progress of one run. A context manager: outside of it only ``message`` and ``summary`` print.
 
     A terminal gets a live display. Elsewhere a line appears per step or every few seconds, and for every evaluation.
     """
 
-    def __init__(
-        self,
-        enabled: bool,
-        total_steps: int | None,
-        *,
-        output: Output | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``enabled=False`` prints nothing but the summary. ``total_steps`` is None if epochs end the run."""
-        self._is_enabled = enabled
-        self._total_steps = total_steps
-        self._output = output or Output()
-        self._clock = clock
-        self._display = _LiveDisplay(total_steps) if self._output.is_terminal else None
+    enabled: bool
+    """Whether anything but the summary is printed."""
+    total_steps: int | None
+    """None if epochs end the run."""
+    _: KW_ONLY
+    output: Output = field(default_factory=Output)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._display = _LiveDisplay(self.total_steps) if self.output.is_terminal else None
         self._live: Live | None = None
         self._values: dict[str, float] = {}
         self._stages: Callable[[], Sequence[StageStatus]] = list
-        self._due = {_STAGES: clock() + _INTERVALS_S[_STAGES]}
+        self._due = {_STAGES: self.clock() + _INTERVALS_S[_STAGES]}
         self._phase = ""
 
     def __enter__(self) -> Self:
-        if self._is_enabled and self._display is not None:
-            self._live = Live(get_renderable=self._render, console=self._output, refresh_per_second=4)
+        if self.enabled and self._display is not None:
+            self._live = Live(get_renderable=self._render, console=self.output, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -86,8 +84,8 @@ class Console:
         if self._display is not None:
             self._display.set_values(step, self._values)
             return
-        if self._is_due(_STEP, at_once="reward/eval" in values or step == self._total_steps):
-            count = f"{step}/{self._total_steps}" if self._total_steps else str(step)
+        if self._is_due(_STEP, at_once="reward/eval" in values or step == self.total_steps):
+            count = f"{step}/{self.total_steps}" if self.total_steps else str(step)
             figures = (f"{name} {text}" for name, text in cells(self._values).items())
             self.message(" | ".join([f"step {count}", *figures]))
         if (stages := self._stages()) and self._is_due(_STAGES):
@@ -108,12 +106,12 @@ class Console:
 
     def message(self, text: str) -> None:
         """Print one line that stays."""
-        if self._is_enabled:
-            self._output.print(escape(text), highlight=False, soft_wrap=True)
+        if self.enabled:
+            self.output.print(escape(text), highlight=False, soft_wrap=True)
 
     def summary(self, table: RenderableType) -> None:
         """Print the summary of the run, also if the display is off."""
-        self._output.print(table, width=None if self._display else _PLAIN_WIDTH)
+        self.output.print(table, width=None if self._display else _PLAIN_WIDTH)
 
     def _render(self) -> RenderableType:
         assert self._display is not None
@@ -121,7 +119,7 @@ class Console:
 
     def _is_due(self, kind: str, *, at_once: bool = False) -> bool:
         """Whether a line of this kind is printed now: ``at_once``, or because the last one is old enough."""
-        now = self._clock()
+        now = self.clock()
         if now < self._due.get(kind, now) and not at_once:
             return False
         self._due[kind] = now + _INTERVALS_S[kind]
