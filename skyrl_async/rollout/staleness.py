@@ -99,12 +99,7 @@ class _AsyncStalenessManager:
     @property
     def num_accepted(self) -> int:
         """Groups finished so far and not filtered, the trained ones included."""
-        return self._num_trained + self._num_finished
-
-    @property
-    def _num_finished(self) -> int:
-        """Finished groups that wait to be trained."""
-        return len(self._open) - len(self._running)
+        return self._num_trained + len(self._open) - len(self._running)
 
     @property
     def window_steps(self) -> int:
@@ -117,12 +112,12 @@ class _AsyncStalenessManager:
         limit = (self.max_staleness_steps + self.served_version + 1) * self.mini_batch_size
         if self.max_groups is not None:
             limit = min(limit, self.max_groups)
-        num_admitted = self.num_accepted + len(self._running)
+        num_admitted = self._num_trained + len(self._open)
         num_left = limit - num_admitted
         if self.admits_whole_batches and self._running and num_admitted % self.mini_batch_size == 0:
             return 0
         is_ahead = self.limits_buffered_groups and not self._is_trainer_waiting
-        num_in_flight = len(self._running) + (self._num_finished if is_ahead else 0)
+        num_in_flight = len(self._open if is_ahead else self._running)
         return max(0, min(num_left, self.max_concurrent_generation_groups - num_in_flight))
 
     async def acquire_submission_slot(self) -> Admission:
