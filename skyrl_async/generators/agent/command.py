@@ -35,24 +35,9 @@ from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.processes import end_guard, kill_agent, start_guard
 
 PASSED = (
-    "CONDA_PREFIX",
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "LD_LIBRARY_PATH",
-    "LOGNAME",
-    "OMP_NUM_THREADS",
-    "PATH",
-    "PYTHONPATH",
-    "REQUESTS_CA_BUNDLE",
-    "SHELL",
-    "SSL_CERT_DIR",
-    "SSL_CERT_FILE",
-    "TERM",
-    "TMPDIR",
-    "TZ",
-    "USER",
-    "VIRTUAL_ENV",
+    *("CONDA_PREFIX", "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH"),
+    *("PYTHONPATH", "REQUESTS_CA_BUNDLE", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TMPDIR", "TZ"),
+    *("USER", "VIRTUAL_ENV"),
 )
 """Variables of this process passed to a harness, beside ``LC_*`` and ``AGENT_*`` (for a harness's own settings)."""
 

@@ -16,19 +16,9 @@ from typing import Any, Protocol
 from skyrl_async.errors import GenerationError
 from skyrl_async.types import Message, SamplingParams
 
-HIDDEN_COLUMNS = frozenset(
-    {
-        "answer",
-        "answers",
-        "extra_info",
-        "ground_truth",
-        "reward_model",
-        "reward_spec",
-        "solution",
-        "solutions",
-        "test_cases",
-        "tests",
-    }
+HIDDEN_COLUMNS = (
+    *("answer", "answers", "extra_info", "ground_truth", "reward_model", "reward_spec"),
+    *("solution", "solutions", "test_cases", "tests"),
 )
 """Columns hidden from harnesses, at any depth of a row's extras, like every name that begins with an underscore."""
 
