@@ -8,7 +8,7 @@ import numpy as np
 
 from skyrl_async.columns import NO_LOGPROBS, VersionSpans, column
 from skyrl_async.errors import InferenceError
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, StructuredOutput, TopLogprobs
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -25,12 +25,19 @@ def vllm_sampling_params(
     request: EngineRequest, *, streams: bool, stop_token_ids: list[int], stream_interval: int
 ) -> Any:
     """vLLM's ``SamplingParams``; ``stream_interval`` applies if the request sets none. Raises vLLM's own errors."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    sampling = request.sampling
+    sampling, form = request.sampling, request.sampling.structured
+    grammar = form and StructuredOutputsParams(
+        json=form.json_schema,
+        json_object=form.json_object or None,
+        regex=form.regex,
+        choice=None if form.choice is None else list(form.choice),
+        grammar=form.grammar,
+    )
     params = SamplingParams(
         **{name: getattr(sampling, name) for name in _SAME_IN_VLLM},
-        structured_outputs=_grammar(sampling.structured),
+        structured_outputs=grammar,
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_token_ids)],
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
@@ -44,20 +51,6 @@ def vllm_sampling_params(
     # vLLM's frontend sets this when it tokenizes bad words. Here they are tokens already: an engine may have no tokenizer.
     params._bad_words_token_ids = [list(word) for word in sampling.bad_words] or None
     return params
-
-
-def _grammar(structured: StructuredOutput | None) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if structured is None:
-        return None
-    return StructuredOutputsParams(
-        json=structured.json_schema,
-        json_object=structured.json_object or None,
-        regex=structured.regex,
-        choice=None if structured.choice is None else list(structured.choice),
-        grammar=structured.grammar,
-    )
 
 
 def engine_output(
