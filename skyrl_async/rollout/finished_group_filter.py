@@ -96,10 +96,9 @@ class FinishedGroupFilter:
         self.counts[f"filtered/{reason}"] += 1
         self.counts["filtered_tokens"] += num_tokens
         self._last_uid = group.uid
-        is_single = reason is NoSignal.TOO_FEW
-        rewards = (
-            "fewer than two trained samples" if is_single else f"{live_samples_of(group.trajectories)[0].reward:.4g}"
-        )
+        rewards = "fewer than two trained samples"
+        if reason is not NoSignal.TOO_FEW:
+            rewards = f"{live_samples_of(group.trajectories)[0].reward:.4g}"
         self._in_a_row[rewards] += 1
         most, num_in_a_row = self.config.trainer.max_filtered_in_a_row, self._in_a_row.total()
         if most and num_in_a_row >= most:

@@ -41,11 +41,10 @@ class ModelledPolicy:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
     ) -> dict[str, float]:
         """Take time in proportion to the responses' tokens, also where they are masked: what follows them needs them."""
-        trained = [(len(t.response_token_ids), num) for t in trajectories if (num := t.num_sampled_tokens)]
-        num_tokens = sum(num for _, num in trained)
-        await asyncio.sleep(sum(length for length, _ in trained) * self.seconds_per_token)
+        num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
+        await asyncio.sleep(num_tokens * self.seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
-        return {"num_tokens": float(num_tokens), "loss_sum": 0.0}
+        return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
 
     async def step(self, denominator: float) -> dict[str, float]:
         """Take the step's time."""

@@ -201,9 +201,8 @@ class MessagesCall(ItemsCall[MessagesRequest]):
     def __init__(self, planned: Sequence[Planned], body: MessagesRequest, serving: Serving) -> None:
         super().__init__(planned, body, serving)
         self.shows_reasoning = body.thinking.get("type") != "disabled"
-        prompt = self._planned.prompt_token_ids
-        self._num_prompt_tokens = len(prompt)
-        self._extra = extra_fields(prompt, body.ignored_tools, has_ids=body.return_token_ids)
+        self._prompt = self._planned.prompt_token_ids
+        self._extra = extra_fields(self._prompt, body.ignored_tools, has_ids=body.return_token_ids)
 
     def begin(self) -> None:
         self._event("message_start", message=self._message() | self._extra)
@@ -264,7 +263,7 @@ class MessagesCall(ItemsCall[MessagesRequest]):
             "stop_sequence": None,
             "usage": {
                 # Anthropic counts cached tokens separately.
-                "input_tokens": self._num_prompt_tokens - num_cached_tokens,
+                "input_tokens": len(self._prompt) - num_cached_tokens,
                 "output_tokens": num_sampled_tokens,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": num_cached_tokens,

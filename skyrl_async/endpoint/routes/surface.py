@@ -82,11 +82,7 @@ class ChoicesCall(ABC, Generic[B]):
         self._num_prompt_tokens = sum(len(plan.prompt_token_ids) for plan in planned)
         self._body = body
         self._renderer = serving.renderer
-        self._head = {
-            "id": f"{self.id_prefix}-{uuid4().hex}",
-            "created": int(time.time()),
-            "model": serving.model_name,
-        }
+        self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": serving.model_name}
         self.extra: dict[str, Any] = {}
         """Fields after the choices."""
 
@@ -290,11 +286,7 @@ def _num_logprobs(completion: Completion) -> int:
 
 def provenance(block: Completion | CompletionDelta) -> dict[str, Any]:
     """Exact tokens of a choice or block. Version spans count from its first token."""
-    return {
-        "token_ids": block.token_ids,
-        "token_logprobs": block.logprobs,
-        "policy_versions": block.versions.to_json(),
-    }
+    return {"token_ids": block.token_ids, "token_logprobs": block.logprobs, "policy_versions": block.versions.to_json()}
 
 
 def extra_fields(prompt_token_ids: TokenIds, ignored_tools: Sequence[str], *, has_ids: bool) -> dict[str, Any]:

@@ -116,14 +116,9 @@ class SessionPool:
         first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
-
-        def read(root: str, found: Any) -> AgentSession:
-            return AgentSession(self._client, self._resending, root, found)
-
-        expected = "id, api_key, base_url and model"
-        return await self._resending.until_answered(
-            lambda: _ask(self._client, "POST", roots, "/sessions", body, read, expected)
-        )
+        read, expected = partial(AgentSession, self._client, self._resending), "id, api_key, base_url and model"
+        send = partial(_ask, self._client, "POST", roots, "/sessions", body, read, expected)
+        return await self._resending.until_answered(send)
 
 
 class AgentSession:

@@ -154,9 +154,7 @@ class EpisodeGenerator(ABC):
             messages=tuple(state.messages or ()),
             context_token_ids=builder.token_ids,
             sampling=replace(
-                request.sampling,
-                max_tokens=max_tokens,
-                seed=derive_seed(request.seed, sample_index, state.num_steps),
+                request.sampling, max_tokens=max_tokens, seed=derive_seed(request.seed, sample_index, state.num_steps)
             ),
             max_total_tokens=None if is_first or budget is None else builder.num_prompt_tokens + budget,
             session_id=f"{request.prompt.uid}/{request.seed}/{sample_index}",

@@ -128,8 +128,7 @@ def _register_architectures(config: VLLMEngineConfig) -> None:
     from vllm.model_executor.models import ModelRegistry
 
     for architecture in read_config(config.policy_dir).get("architectures", []):
-        known = ModelRegistry.models.get(architecture)
-        if known is not None:
+        if (known := ModelRegistry.models.get(architecture)) is not None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 

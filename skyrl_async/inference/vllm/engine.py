@@ -100,9 +100,8 @@ class VLLMEngine:
         async with contextlib.aclosing(self._run(request, streams=False)) as outputs:
             async for output in outputs:
                 completion = output.outputs[0]
-                num_top_logprobs = request.sampling.num_top_logprobs
                 versions = versions_of(completion.weight_versions)
-                return engine_output(completion, versions, num_top_logprobs, output.num_cached_tokens)
+                return engine_output(completion, versions, request.sampling.num_top_logprobs, output.num_cached_tokens)
         raise self._kill("a request ended without an output")
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
