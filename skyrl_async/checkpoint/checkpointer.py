@@ -88,10 +88,10 @@ class Checkpointer:
 
     directory: Path
     """``<run>/checkpoints``."""
-    max_to_keep: int = field(kw_only=True)
+    max_to_keep: int
     """Older checkpoints are deleted; 0 keeps all."""
-    on_written: Callable[[Path], None] = field(default=lambda path: None, kw_only=True)
-    """Called with the path of each new checkpoint, before older ones are deleted."""
+    on_written: Callable[[Path], None] = field(default=lambda policy: None, kw_only=True)
+    """Called with the policy's directory in each new checkpoint, before older ones are deleted."""
     threads: Executor | None = field(default=None, kw_only=True)
     """Work on the files; None: daemon threads, because a disk may hang and the exit must not wait for it."""
     num_failures: int = field(default=0, init=False)
@@ -138,7 +138,7 @@ class Checkpointer:
         except asyncio.CancelledError:
             is_abandoned.set()  # threads and the policy continue: the next write, or run, removes their files
             raise
-        self.on_written(final)
+        self.on_written(final / "policy")
         await self._in_thread(lambda: self._delete_old(state.step))
         return final
 

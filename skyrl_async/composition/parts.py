@@ -138,6 +138,12 @@ class Parts:
     fleet: Fleet | None = None
     """Keeps the engines alive; None where they are not processes of their own."""
 
+    def values(self) -> dict[str, float]:
+        """Return what the parts count beside the trainer, by metric name."""
+        restarts = {"trainer/restarts": float(self.policy.num_restarts + self.logprobs.num_restarts)}
+        engines = self.fleet.statistics() if self.fleet else {}
+        return restarts | self.publisher.lag_values() | lease_values(self.device_groups) | engines
+
 
 def make_trainer(
     config: Config,
@@ -166,29 +172,19 @@ def make_trainer(
         works: stages between the reward and training; None: those that the configuration needs.
         make_buffer: takes the most groups to hold at a time.
     """
-    policy, groups = parts.policy, parts.device_groups
+    policy, groups, trainer = parts.policy, parts.device_groups, config.trainer
     leasing = leasing_policy(policy, groups)
-    advantages = advantages or make_advantages(config.trainer.algorithm)
+    advantages = advantages or make_advantages(trainer.algorithm)
     works = stage_works(config, leasing, parts.logprobs, groups) if works is None else works
-
-    def log(step: int, values: dict[str, float]) -> None:
-        restarts = {"trainer/restarts": float(policy.num_restarts + parts.logprobs.num_restarts)}
-        engines = parts.fleet.statistics() if parts.fleet else {}
-        callbacks.log(step, restarts | parts.publisher.lag_values() | lease_values(groups) | values | engines)
-
+    plan = epoch_plan(config, parts.prompts)
     evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, parts.client.deadlines)
     run = make_run(
         config,
-        dataloader=_AsyncDataloader(
-            parts.prompts.train,
-            seed=config.trainer.seed,
-            num_epochs=config.trainer.num_epochs,
-            plan=epoch_plan(config, parts.prompts),
-        ),
+        dataloader=_AsyncDataloader(parts.prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs, plan=plan),
         client=parts.client,
         generator=parts.generator,
         evaluation_statuses=evaluator.statuses,
-        callbacks=replace(callbacks, log=log),
+        callbacks=replace(callbacks, log=lambda step, values: callbacks.log(step, parts.values() | values)),
         trace=trace,
         shutdown=shutdown,
         make_buffer=make_buffer,
@@ -196,10 +192,7 @@ def make_trainer(
     checkpointer = None
     if checkpoint_dir is not None:
         checkpointer = Checkpointer(
-            checkpoint_dir,
-            max_to_keep=config.trainer.max_checkpoints_to_keep,
-            on_written=lambda checkpoint: policy.checkpoint_written(checkpoint / "policy"),
-            threads=disk,
+            checkpoint_dir, trainer.max_checkpoints_to_keep, on_written=policy.checkpoint_written, threads=disk
         )
     return FullyAsyncTrainer(
         run,

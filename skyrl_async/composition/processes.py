@@ -113,16 +113,20 @@ class Processes:
             loading = tasks.create_task(self._start_policy(trained, num_steps), name="policy")
         return booting.result(), loading.result()
 
-    def fleet(
-        self, client: InferenceEngineClient, *, front_ends: Sequence[FrontEndPool], say: Callable[[str], None]
-    ) -> Fleet:
-        """Make what keeps the client's engines alive; new ones load the version that is served."""
+    async def fleet(
+        self, client: InferenceEngineClient, endpoint: "Endpoint | None", say: Callable[[str], None]
+    ) -> Fleet | None:
+        """Keep the client's engines alive, until ``stack`` ends; new ones load the version served. None where they are no processes."""
+        if not is_supervised(self.config):
+            return None
 
         async def start(name: str) -> InferenceEngine:
             return (await self._start_vllm([name], {}))[0]
 
-        config, lives = self.config.engine, self._lives
-        return Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
+        config, lives, front_ends = self.config.engine, self._lives, endpoint.front_ends if endpoint else ()
+        fleet = Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
+        await self.stack.enter_async_context(fleet.supervising())
+        return fleet
 
     async def logprob_workers(self, device_groups: Mapping[str, DeviceGroup]) -> LogprobParts:
         """Start what ``training.num_ref_workers`` and ``training.num_logp_workers`` ask for, side by side.

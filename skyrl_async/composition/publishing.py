@@ -11,23 +11,26 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.processes import is_supervised
+from skyrl_async.composition.time_sharing import leasing_policy
 from skyrl_async.config.rules.placement import BROADCASTS, broadcast_backend
 from skyrl_async.config.schema.run import Config, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.training.protocol import Policy, SendingPolicy
+from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.training.protocol import SendingPolicy
+from skyrl_async.training.workers.logprob_workers import LogprobWorkers
 from skyrl_async.types import PauseMode
 from skyrl_async.weight_sync.broadcast import WeightBroadcast, from_devices, from_files_alone
-from skyrl_async.weight_sync.engine_time_sharing import HoldEngines
-from skyrl_async.weight_sync.publisher import Follower, WeightPublisher, require_shm_capacity
+from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
+from skyrl_async.weight_sync.publisher import WeightPublisher, require_shm_capacity
 
 _PREFIX = "skyrl_async-"
 
@@ -77,24 +80,24 @@ def _locked(directory: Path, *, wait: bool) -> Iterator[None]:
 def make_publisher(
     config: Config,
     client: InferenceEngineClient,
-    policy: Policy,
-    sender: SendingPolicy,
+    policy: SendingPolicy,
+    groups: Mapping[str, DeviceGroup],
     renderer: ChatRenderer,
     prompts: Prompts,
     trace: Trace,
     stack: contextlib.ExitStack | contextlib.AsyncExitStack,
-    hold_engines: HoldEngines = contextlib.nullcontext,
-    followers: Sequence[Follower] = (),
+    time_sharing: EngineTimeSharing | None = None,
+    follower: LogprobWorkers | None = None,
 ) -> WeightPublisher:
     """Make a publisher; its buckets are deleted with ``stack``.
 
-    ``sender`` is the policy without a lease on devices that it shares: engines that may hold them wait for it. Raises ``ConfigError``
-    when an engine cannot read what is published.
+    The policy gathers under a lease on devices that it shares (``groups``), and sends without one: engines that may hold them wait for
+    it. ``follower`` loads each version after the engines. Raises ``ConfigError`` when an engine cannot read what is published.
     """
     directory = stack.enter_context(directory_in_memory(shared_memory()))
     publisher = WeightPublisher(
         client=client,
-        policy=policy,
+        policy=leasing_policy(policy, groups),
         directory=directory,
         bucket_bytes=config.weight_sync.send_bucket_mb << 20,
         load_bucket_bytes=config.weight_sync.load_bucket_mb << 20,
@@ -105,10 +108,10 @@ def make_publisher(
         max_logprob_gap=config.trainer.max_engine_logprob_gap,
         verifies_checksums=_verifies_checksums(config),
         max_retries=config.weight_sync.max_retries,
-        hold_engines=hold_engines,
-        followers=followers,
-        broadcast=make_broadcast(config, client, sender) if is_supervised(config) else None,
-        share=from_devices(sender) if config.weight_sync.transfer is WeightTransfer.ipc else from_files_alone,
+        hold_engines=time_sharing.holding if time_sharing else contextlib.nullcontext,
+        followers=() if follower is None else (follower.load_weights,),
+        broadcast=make_broadcast(config, client, policy) if is_supervised(config) else None,
+        share=from_devices(policy) if config.weight_sync.transfer is WeightTransfer.ipc else from_files_alone,
     )
     stack.callback(publisher.close)
     return publisher

@@ -28,7 +28,7 @@ from skyrl_async.composition.parts import Parts, check_generator, make_generator
 from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
-from skyrl_async.composition.time_sharing import device_groups, leasing_policy
+from skyrl_async.composition.time_sharing import device_groups
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.inference.client import InferenceEngineClient
@@ -86,23 +86,10 @@ async def started_parts(
         time_sharing = _time_sharing(config, client, groups, trace, has_endpoint=endpoint is not None)
         generator = make_generator(config, client, renderer, endpoint, run_dir, stack)
         publisher = make_publisher(
-            config,
-            client,
-            leasing_policy(policy, groups),
-            policy,
-            renderer,
-            plan.prompts,
-            trace,
-            stack,
-            time_sharing.holding if time_sharing else contextlib.nullcontext,
-            followers=() if logprobs.old is None else (logprobs.old.load_weights,),
+            config, client, policy, groups, renderer, plan.prompts, trace, stack, time_sharing, logprobs.old
         )
-        fleet = None
-        if is_supervised(config):
-            fleet = processes.fleet(client, front_ends=endpoint.front_ends if endpoint else (), say=announce)
-            await stack.enter_async_context(fleet.supervising())
-        if time_sharing is not None:
-            await stack.enter_async_context(time_sharing.running())
+        fleet = await processes.fleet(client, endpoint, announce)
+        await stack.enter_async_context(time_sharing.running() if time_sharing else contextlib.nullcontext())
         yield Parts(
             prompts=fitting_prompts(plan.prompts, renderer, client.max_model_len, say),
             client=client,

@@ -38,9 +38,7 @@ async def test_buckets_are_as_large_as_the_configuration_says() -> None:
     renderer: Any = SimpleNamespace(render=lambda messages: (1, 2, 3))
     client = InferenceEngineClient([engine], tokenizer=nobody, max_model_len=100)
     with contextlib.ExitStack() as stack:
-        publisher = make_publisher(
-            config, client, policy, nobody, renderer, prompts, Trace(None, time.monotonic), stack
-        )
+        publisher = make_publisher(config, client, policy, {}, renderer, prompts, Trace(None, time.monotonic), stack)
         await publisher.publish(0)
     assert policy.bucket_bytes == 3 << 20
     assert (engine.update.path, engine.update.load_bucket_bytes) == ("file", 5 << 20)
