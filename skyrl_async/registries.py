@@ -141,29 +141,22 @@ ADVANTAGE_ESTIMATORS = Registry(
 """A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
 
 
+def _path_of_loss(function: str) -> str:
+    return f"skyrl_async.algorithms.policy_losses:{function}"
+
+
 def _loss(function: str, *, needs_old_logprobs: bool = False, marker: str | None = None) -> LossEntry:
-    path = f"skyrl_async.algorithms.policy_losses:{function}"
-    marker = None if marker is None else f"skyrl_async.algorithms.policy_losses:{marker}"
-    return LossEntry(path=path, needs_old_logprobs=needs_old_logprobs, marker=marker)
+    return LossEntry(path=_path_of_loss(function), needs_old_logprobs=needs_old_logprobs, marker=marker)
 
 
 POLICY_LOSSES = Registry(
     "trainer.algorithm.policy_loss_type",
     LossEntry,
     {
-        "ppo_clip": _loss("ppo_clip"),
-        "regular": _loss("ppo_clip"),
-        "clip_higher": _loss("ppo_clip"),
-        "dual_clip": _loss("dual_clip"),
-        "gspo": _loss("gspo"),
-        "dppo": _loss("dppo"),
-        "decoupled_ppo": _loss("decoupled_ppo", needs_old_logprobs=True),
-        "rollout_is": _loss("rollout_is"),
-        "cispo": _loss("cispo"),
-        "cispo_old": _loss("cispo_old", needs_old_logprobs=True),
-        "sapo": _loss("sapo"),
-        "clip_cov": _loss("clip_cov", marker="clip_cov_marks"),
-        "kl_cov": _loss("kl_cov", marker="kl_cov_marks"),
+        **{name: _loss("ppo_clip") for name in ("ppo_clip", "regular", "clip_higher")},
+        **{name: _loss(name) for name in ("dual_clip", "gspo", "dppo", "rollout_is", "cispo", "sapo")},
+        **{name: _loss(name, needs_old_logprobs=True) for name in ("decoupled_ppo", "cispo_old")},
+        **{name: _loss(name, marker=_path_of_loss(f"{name}_marks")) for name in ("clip_cov", "kl_cov")},
     },
     lambda entry: ("tokens", "constants"),
 )

@@ -18,40 +18,28 @@ from skyrl_async.config.schema.training import DeepSpeedConfig, TrainingBackendN
 from skyrl_async.errors import ConfigError
 
 _AUTO = "auto"
-_BFLOAT16 = "training.mixed_precision computes in bfloat16 over float32 weights"
-_WHAT_IS_TRAINED = "the trainer chooses what is trained"
-_SHARED_DATA = "ranks share the data, not the layers"
 _SERVED = "the weights that are trained are those that are served"
 _IN_FLOAT32 = "gradients are reduced in float32"
 _OF_THE_STEP = "torch's AdamW steps all of the state, at the step"
-_OURS = {
-    "train_batch_size": "trainer.policy_mini_batch_size and generator.n_samples_per_prompt make the batch",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_tokens makes micro-batches",
-    "gradient_accumulation_steps": "gradients are accumulated until a mini-batch is in",
-    "managed_gradient_accumulation": "gradients are accumulated until a mini-batch is in",
-    "optimizer": "training.lr, adam_beta1, adam_beta2 and weight_decay make AdamW",
-    "scheduler": "training.lr_schedule and num_warmup_steps make the schedule",
-    "fp16": _BFLOAT16,
-    "bf16": _BFLOAT16,
-    "amp": _BFLOAT16,
-    "torch_autocast": _BFLOAT16,
-    "data_types": "gradients are accumulated in float32",
-    "prescale_gradients": "gradients are sums over the ranks",
-    "gradient_predivide_factor": "gradients are sums over the ranks",
-    "data_efficiency": _WHAT_IS_TRAINED,
-    "curriculum_learning": _WHAT_IS_TRAINED,
-    "compression_training": _SERVED,
-    "weight_quantization": _SERVED,
-    "elasticity": "the number of ranks is training.num_workers",
-    "hybrid_engine": "engine.backend generates",
-    "tensor_parallel": _SHARED_DATA,
-    "pipeline": _SHARED_DATA,
-    "sequence_parallel_size": _SHARED_DATA,
-    "expert_parallel": _SHARED_DATA,
-    "zero_force_ds_cpu_optimizer": "torch's AdamW steps offloaded state, so that nothing has to be compiled",
-    "activation_checkpointing": "training.activation_checkpointing recomputes activations, by transformers' means",
+_INSTEAD = {
+    "trainer.policy_mini_batch_size and generator.n_samples_per_prompt make the batch": "train_batch_size",
+    "training.micro_batch_tokens makes micro-batches": "train_micro_batch_size_per_gpu",
+    "gradients are accumulated until a mini-batch is in": "gradient_accumulation_steps managed_gradient_accumulation",
+    "training.lr, adam_beta1, adam_beta2 and weight_decay make AdamW": "optimizer",
+    "training.lr_schedule and num_warmup_steps make the schedule": "scheduler",
+    "training.mixed_precision computes in bfloat16 over float32 weights": "fp16 bf16 amp torch_autocast",
+    "gradients are accumulated in float32": "data_types",
+    "gradients are sums over the ranks": "prescale_gradients gradient_predivide_factor",
+    "the trainer chooses what is trained": "data_efficiency curriculum_learning",
+    _SERVED: "compression_training weight_quantization",
+    "the number of ranks is training.num_workers": "elasticity",
+    "engine.backend generates": "hybrid_engine",
+    "ranks share the data, not the layers": "tensor_parallel pipeline sequence_parallel_size expert_parallel",
+    "torch's AdamW steps offloaded state, so that nothing has to be compiled": "zero_force_ds_cpu_optimizer",
+    "training.activation_checkpointing recomputes activations, by transformers' means": "activation_checkpointing",
 }
-"""Keys that a JSON must not set, and what is in their place."""
+"""What is in the place of keys that a JSON must not set."""
+_OURS = {key: instead for instead, keys in _INSTEAD.items() for key in keys.split()}
 _OURS_IN_ZERO = {
     "zero_quantized_gradients": _IN_FLOAT32,
     "zero_quantized_weights": _SERVED,

@@ -259,22 +259,15 @@ class AlgorithmConfig:
 
 
 _CLIPPED = ("ppo_clip", "regular", "clip_higher", "dual_clip", "decoupled_ppo", "gspo", "clip_cov")
-LOSSES_THAT_READ: dict[str, tuple[str, ...]] = {
-    "eps_clip_low": _CLIPPED,
-    "eps_clip_high": _CLIPPED,
-    "clip_ratio_c": ("dual_clip",),
-    "tis_cap": ("rollout_is", "decoupled_ppo"),
-    "cispo.cispo_eps_clip_low": ("cispo", "cispo_old"),
-    "cispo.cispo_eps_clip_high": ("cispo", "cispo_old"),
-    "dppo.dppo_type": ("dppo",),
-    "dppo.delta_low": ("dppo",),
-    "dppo.delta_high": ("dppo",),
-    "sapo.tau_pos": ("sapo",),
-    "sapo.tau_neg": ("sapo",),
-    "clip_cov.clip_ratio": ("clip_cov",),
-    "clip_cov.clip_cov_lb": ("clip_cov",),
-    "clip_cov.clip_cov_ub": ("clip_cov",),
-    "kl_cov.kl_cov_frac": ("kl_cov",),
-    "kl_cov.ppo_kl_coef": ("kl_cov",),
+_READ_BY: dict[tuple[str, ...], tuple[str, ...]] = {
+    _CLIPPED: ("eps_clip_low", "eps_clip_high"),
+    ("dual_clip",): ("clip_ratio_c",),
+    ("rollout_is", "decoupled_ppo"): ("tis_cap",),
+    ("cispo", "cispo_old"): ("cispo.cispo_eps_clip_low", "cispo.cispo_eps_clip_high"),
+    ("dppo",): ("dppo.dppo_type", "dppo.delta_low", "dppo.delta_high"),
+    ("sapo",): ("sapo.tau_pos", "sapo.tau_neg"),
+    ("clip_cov",): ("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    ("kl_cov",): ("kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"),
 }
+LOSSES_THAT_READ = {key: losses for losses, keys in _READ_BY.items() for key in keys}
 """Key under ``trainer.algorithm`` -> the policy losses that read it."""
