@@ -114,11 +114,9 @@ class RestartablePolicy(Policy, Protocol):
     @property
     def num_restarts(self) -> int:
         """Number of times that workers were replaced."""
-        ...
 
     def checkpoint_written(self, directory: Path) -> None:
         """Note that ``directory`` holds what was saved last, in a checkpoint that is complete."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,6 @@ class WarmStartTask(Protocol):
 
     def draw_prompt(self, rng: random.Random) -> Prompt:
         """Return any prompt of the task, held out or not."""
-        ...
 
     def conversation(
         self, prompt: Prompt, rng: random.Random, *, terse_share: float = 0.0, slip_rate: float = 0.0
@@ -55,7 +54,6 @@ class WarmStartTask(Protocol):
         By default its messages are flawless and leave no choice of words, so that greedy decoding can be compared with them token by
         token. With probability ``terse_share`` they are a guess instead; otherwise single steps are wrong at the rate ``slip_rate``.
         """
-        ...
 
 
 class BuiltInTask(WarmStartTask, Protocol):
@@ -66,7 +64,6 @@ class BuiltInTask(WarmStartTask, Protocol):
 
         Raises ``ConfigError`` if more are asked for than exist.
         """
-        ...
 
 
 def tools_of(prompt: Prompt) -> list[Tool]:

@@ -33,7 +33,6 @@ class Policy(Protocol):
         Returns:
             Sums over tokens (keys end in ``_sum``), ``num_tokens``, maxima (keys end in ``_max``), and ``WAIT_SECONDS`` if the call waited.
         """
-        ...
 
     async def step(self, denominator: float) -> dict[str, float]:
         """Divide the accumulated gradients by ``denominator`` (> 0, see ``algorithms.aggregation``), clip, step, and clear.
@@ -41,25 +40,21 @@ class Policy(Protocol):
         Returns ``grad_norm`` (before clipping), ``lr``, and ``WAIT_SECONDS`` if the call waited. Raises ``TrainingError`` if the norm is
         not finite.
         """
-        ...
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """Log-prob in nats of each token after the first, at temperature 1: ``len(token_ids) - 1`` values."""
-        ...
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens as ``forward_backward`` takes them, under the policy or its reference.
 
         Accumulated gradients stay. Raises ``TrainingError`` if there is no reference.
         """
-        ...
 
     async def gather_weights(self, version: int) -> int:
         """Copy the current weights (all of them, or adapters alone), to be sent as ``version``; returns their bytes.
 
         Replaces the previous copy. Waits for a running ``send_weights``.
         """
-        ...
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """Write the copy under ``directory``, at most ``bucket_bytes`` at a time; other calls may run meanwhile.
@@ -68,23 +63,18 @@ class Policy(Protocol):
             WeightsWriteError: there is no room. Nothing is left, and the call may be repeated.
             WeightsLostError: the copy is gone with the workers that held it.
         """
-        ...
 
     async def save(self, directory: Path) -> None:
         """Write model, optimizer, scheduler and RNG state of every rank under ``directory``."""
-        ...
 
     async def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote. Raises ``CheckpointError`` if it is incomplete or of another model."""
-        ...
 
     async def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (config, safetensors, tokenizer) that vLLM and transformers load."""
-        ...
 
     async def close(self) -> None:
         """End every worker."""
-        ...
 
 
 class SendingPolicy(Policy, Protocol):
@@ -92,7 +82,6 @@ class SendingPolicy(Policy, Protocol):
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
         """Leave the current group and return where receivers meet rank 0 for the next. ``backend`` is ``gloo`` or ``nccl``."""
-        ...
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
         """Send a published file of any version in the group opened last, at most ``bucket_bytes`` at a time. Its receivers must take part.
@@ -100,18 +89,15 @@ class SendingPolicy(Policy, Protocol):
         Raises:
             WeightsTransferError: a receiver is gone or late. Open another group.
         """
-        ...
 
     async def share_weights(self, version: int) -> SharedWeights:
         """Let engines read the copies of ``version`` on the workers' devices until ``unshare_weights``.
 
         Empty if there are none, or none any more: engines then load the published file.
         """
-        ...
 
     async def unshare_weights(self) -> None:
         """Free the shared copies, once nobody reads them. Idempotent."""
-        ...
 
 
 async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:

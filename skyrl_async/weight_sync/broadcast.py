@@ -35,14 +35,12 @@ class ReceivingEngine(InferenceEngine, Protocol):
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """Prepare to receive in a group, without waiting for its other members."""
-        ...
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
         """Receive the update's file, and drop every file received before that is not in ``keep``.
 
         Raises ``PublishError`` if the broadcast breaks off.
         """
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

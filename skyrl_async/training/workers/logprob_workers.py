@@ -64,11 +64,9 @@ class ForwardWorkers(Workers, Protocol):
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """As ``Policy.logprobs_of``."""
-        ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by a published version's. Raises ``TrainingError``; the previous version stays."""
-        ...
 
 
 class LogprobWorkers(RestartedWorkers[ForwardWorkers]):

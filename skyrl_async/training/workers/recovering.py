@@ -54,7 +54,6 @@ class Workers(Protocol):
 
     async def close(self) -> None:
         """End every worker."""
-        ...
 
 
 class RestartedWorkers(ABC, Generic[W]):
