@@ -172,15 +172,11 @@ def m2_mask(log_ratio: Tensor, advantages: Tensor, rows: Rows, *, threshold: flo
     by_size = moments.argsort(stable=True)
     order = by_size[row_of[by_size].argsort(stable=True)]  # rows together, their smallest moments first
     num_tokens = torch.bincount(row_of.cpu(), minlength=rows.num_rows).tolist()
-    means = torch.cat([_running_means(of_row) for of_row in moments[order].cpu().split(num_tokens)])
+    by_row = moments[order].cpu().split(num_tokens)  # on the host, because additions on CUDA have no fixed order
+    means = torch.cat([of_row.cumsum(0) / torch.arange(1, len(of_row) + 1) for of_row in by_row])  # of its first tokens
     is_kept = torch.ones_like(log_ratio, dtype=torch.bool)
     is_kept[where[order]] = (means <= threshold + _ROUNDING).to(is_kept.device)  # they never fall within a row
     return is_kept
-
-
-def _running_means(values: Tensor) -> Tensor:
-    """Means of the first one, two, ... values. Computed on the host, because additions on CUDA have no fixed order."""
-    return values.cumsum(0) / torch.arange(1, len(values) + 1)
 
 
 def _cut(log_weight: Tensor, high: float) -> Weights:

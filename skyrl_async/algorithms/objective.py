@@ -64,17 +64,16 @@ class Objective:
             entropies: (N,) float32, nats, of the policy, with gradients; used with an ``entropy_coef``.
         """
         corrected = None if self.correction is None else self.correction(logprobs, batch)
-        tokens = self.policy_loss(
-            LossTokens(
-                logprobs=logprobs,
-                behavior_logprobs=batch.behavior_logprobs if corrected is None else corrected.anchor_logprobs,
-                advantages=batch.advantages,
-                row_indices=batch.row_indices,
-                old_logprobs=batch.old_logprobs,
-                weights=batch.weights,
-                is_marked=batch.is_marked,
-            )
+        given = LossTokens(
+            logprobs=logprobs,
+            behavior_logprobs=batch.behavior_logprobs if corrected is None else corrected.anchor_logprobs,
+            advantages=batch.advantages,
+            row_indices=batch.row_indices,
+            old_logprobs=batch.old_logprobs,
+            weights=batch.weights,
+            is_marked=batch.is_marked,
         )
+        tokens = self.policy_loss(given)
         if corrected is not None:
             tokens = corrected.applied_to(tokens)
         total = tokens.loss.sum()

@@ -117,7 +117,10 @@ class OffPolicyCorrection:
             batch: the same tokens; rows are whole.
         """
         logprobs, behavior = logprobs.detach(), batch.behavior_logprobs
-        anchor = self._anchor_logprobs(logprobs, batch)
+        anchor = logprobs
+        if self.anchor is Anchor.OLD:
+            assert batch.old_logprobs is not None, "split_work requires them"
+            anchor = batch.old_logprobs
         rows = Rows(indices=batch.row_indices, num_rows=batch.num_rows)
         weights = self._weights(anchor - behavior, rows)
         keeps = self._masks(anchor - behavior, logprobs - behavior, batch.advantages, rows)
@@ -130,12 +133,6 @@ class OffPolicyCorrection:
             masked={kind: ~keep for kind, keep in keeps.items()},
             anchor_logprobs=anchor if self.settings.weighs else behavior,
         )
-
-    def _anchor_logprobs(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
-        if self.anchor is not Anchor.OLD:
-            return logprobs
-        assert batch.old_logprobs is not None, "split_work requires them"
-        return batch.old_logprobs
 
     def _weights(self, log_ratio: Tensor, rows: Rows) -> Weights:
         if self.settings.token_tis is not None:

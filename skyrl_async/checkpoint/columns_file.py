@@ -56,20 +56,10 @@ class ColumnsWriter(AbstractContextManager["ColumnsWriter"]):
             offsets = np.concatenate([[0], np.cumsum(is_own * lengths)]).astype(np.int32)
             own = [column for column in self._columns if column.dtype.char == dtype]
             values = np.concatenate([np.empty(0, dtype), *own])
-            lists.append(
-                pa.ListArray.from_buffers(
-                    field.type,
-                    len(is_own),
-                    [_bits(is_own), pa.py_buffer(offsets)],
-                    children=[
-                        pa.Array.from_buffers(
-                            field.type.value_type,
-                            len(values),
-                            [None, _bits(values) if dtype == "?" else pa.py_buffer(values)],
-                        )
-                    ],
-                )
-            )
+            content = _bits(values) if dtype == "?" else pa.py_buffer(values)
+            inner = pa.Array.from_buffers(field.type.value_type, len(values), [None, content])
+            places = [_bits(is_own), pa.py_buffer(offsets)]
+            lists.append(pa.ListArray.from_buffers(field.type, len(is_own), places, children=[inner]))
         self._writer.write_batch(pa.record_batch(lists, schema=self._schema))
         self._columns, self._num_values = [], 0
 

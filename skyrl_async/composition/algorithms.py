@@ -130,11 +130,6 @@ def reward_shapes(config: Config) -> list[RewardShape]:
     if algorithm.reward_shaping is not None:
         shapes.append(cast(RewardShape, import_function("trainer.algorithm.reward_shaping", algorithm.reward_shaping)))
     if algorithm.overlong_buffer_len:
-        shapes.append(
-            penalise_overlong(
-                max_tokens=config.generator.longest_response,
-                buffer_len=algorithm.overlong_buffer_len,
-                factor=algorithm.overlong_buffer_penalty_factor,
-            )
-        )
+        longest, factor = config.generator.longest_response, algorithm.overlong_buffer_penalty_factor
+        shapes.append(penalise_overlong(max_tokens=longest, buffer_len=algorithm.overlong_buffer_len, factor=factor))
     return shapes

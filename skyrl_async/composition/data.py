@@ -240,11 +240,8 @@ def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int
     def num_tokens(prompt: Prompt) -> int:
         return len(renderer.render(list(prompt.messages)))
 
-    train, uids = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
-    held_out = prompts.held_out
-    if held_out:
-        held_out, dropped = filter_long_prompts(held_out, num_tokens, max_model_len - 1)
-        uids += dropped
-    if uids:
+    train, dropped = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
+    held_out, dropped_held_out = filter_long_prompts(prompts.held_out, num_tokens, max_model_len - 1)
+    if uids := dropped + dropped_held_out:
         say(f"left out {len(uids)} prompts longer than the context of {max_model_len} tokens: {', '.join(uids[:5])}")
     return replace(prompts, train=train, held_out=held_out)

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
 from skyrl_async.config.rules.device_plan import DevicePlan, Unit
-from skyrl_async.config.rules.placement import (
-    device_plan,
-    device_unit,
-    gpus_per_engine,
-    gpus_per_worker,
-    num_cpu_slots,
-)
+from skyrl_async.config.rules.placement import device_plan, device_unit, gpus_per_engine, gpus_per_worker, num_cpu_slots
 from skyrl_async.config.schema.run import Config, PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError, EngineStartError
 

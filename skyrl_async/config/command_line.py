@@ -23,7 +23,8 @@ def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[st
     when the command line is wrong (then nothing was started).
     """
     try:
-        arguments, overrides = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        overrides: list[str] = arguments.overrides
         if arguments.help:
             sys.stdout.write(help_text())
             return 0
@@ -50,12 +51,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help shows the usage")
 
 
-def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config", type=Path)
     parser.add_argument("--from-skyrl", type=Path)
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args(argv)
-    return arguments, arguments.overrides
+    return parser.parse_intermixed_args(argv)

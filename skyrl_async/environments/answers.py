@@ -41,11 +41,13 @@ def ended(reward: float, **metadata: Any) -> BaseTextEnvStepOutput:
     )
 
 
-def told(observation: str, *, postprocessed_action: str | None = None, **metadata: Any) -> BaseTextEnvStepOutput:
+def told(
+    observation: str, *, reward: float = 0.0, postprocessed_action: str | None = None, **metadata: Any
+) -> BaseTextEnvStepOutput:
     """Return the output of a step that another one follows."""
     return BaseTextEnvStepOutput(
         observations=[{"role": "user", "content": observation}],
-        reward=0.0,
+        reward=reward,
         done=False,
         metadata=metadata,
         postprocessed_action=postprocessed_action,

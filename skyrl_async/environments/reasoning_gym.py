@@ -36,14 +36,7 @@ INSTRUCTION = "Give the final answer between <answer> and </answer>."
 MAX_DRAWS_PER_PROMPT = 20
 """Items drawn for each distinct question asked for, before a dataset counts as too small."""
 HASH_SEEDED = frozenset(
-    {
-        "isomorphic_strings",
-        "knight_swap",
-        "list_functions",
-        "polynomial_multiplication",
-        "ransom_note",
-        "word_ladder",
-    }
+    {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
 """Datasets whose items depend on Python's hash seed; found by drawing from 105 of 0.1.25 under two."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -21,47 +21,24 @@ import resource
 import signal
 import struct
 import sys
+from itertools import chain
 from typing import Any
 
 # In the order x86_64, aarch64; None where the machine has no such call.
-_REFUSED = {
-    "add_key": (248, 217),
-    "bpf": (321, 280),
-    "chmod": (90, None),
-    "chown": (92, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "fork": (57, None),
-    "fsetxattr": (190, 7),
-    "io_uring_setup": (425, 425),
-    "keyctl": (250, 219),
-    "lchown": (94, None),
-    "lsetxattr": (189, 6),
-    "memfd_create": (319, 279),
-    "mq_open": (240, 180),
-    "msgget": (68, 186),
-    "perf_event_open": (298, 241),
-    "pidfd_getfd": (438, 438),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "ptrace": (101, 117),
-    "request_key": (249, 218),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "semget": (64, 190),
-    "setns": (308, 268),
-    "setxattr": (188, 5),
-    "shmget": (29, 194),
-    "socket": (41, 198),
-    "tkill": (200, 130),
-    "unshare": (272, 97),
-    "userfaultfd": (323, 282),
-    "vfork": (58, None),
+_REFUSED: dict[str, dict[str, tuple[int, int | None]]] = {
+    "processes": {"fork": (57, None), "vfork": (58, None)},
+    "signals": {"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "tkill": (200, 130)},
+    "handles of processes": {"pidfd_getfd": (438, 438), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424)},
+    "other processes' memory": {"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117)},
+    "shared memory and queues": {"memfd_create": (319, 279), "mq_open": (240, 180)},
+    "the same of System V": {"msgget": (68, 186), "semget": (64, 190), "shmget": (29, 194)},
+    "keys": {"add_key": (248, 217), "keyctl": (250, 219), "request_key": (249, 218)},
+    "namespaces": {"setns": (308, 268), "unshare": (272, 97)},
+    "modes": {"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
+    "owners": {"chown": (92, None), "fchown": (93, 55), "fchownat": (260, 54), "lchown": (94, None)},
+    "attributes": {"fsetxattr": (190, 7), "lsetxattr": (189, 6), "setxattr": (188, 5)},
+    "input and output": {"io_uring_setup": (425, 425), "socket": (41, 198)},
+    "the kernel": {"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
 }
 _OF_SELF_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}
 """Calls that may name this process as their first argument, and no other."""
@@ -161,7 +138,7 @@ def _instructions(machine: int, pid: int) -> list[tuple[int, int, int, int]]:
     audit_arch = _AUDIT_ARCHS[_MACHINES[machine]]
     filter_ = [(_LOAD, 0, 0, _ARCH), (_IF_EQUAL, 1, 0, audit_arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NR)]
     filter_ += [(_IF_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
-    for numbers in _REFUSED.values():
+    for numbers in chain.from_iterable(calls.values() for calls in _REFUSED.values()):
         filter_ += refuse(numbers[machine])
     filter_ += refuse(
         _CLONE3[machine], errno.ENOSYS

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from skyrl_async.environments.answers import ended, told
 from skyrl_async.errors import ConfigError
 from skyrl_async.tasks.registry import distinct_prompts
 from skyrl_async.types import Message, Prompt
@@ -57,14 +58,10 @@ class RelayEnv(BaseTextEnv):
         is_right = bool(digits) and int(digits[-1]) == self.right_digits[self.turns]
         self.turns += 1
         self.num_right_turns += is_right
-        done = not is_right or self.turns == self.max_turns
-        return BaseTextEnvStepOutput(
-            observations=[] if done else [_addend_message(self.addends[self.turns])],
-            reward=1.0 / self.max_turns if is_right else 0.0,
-            done=done,
-            metadata={},
-            postprocessed_action=None,
-        )
+        reward = 1.0 / self.max_turns if is_right else 0.0
+        if not is_right or self.turns == self.max_turns:
+            return ended(reward)
+        return told(f"+{self.addends[self.turns]}", reward=reward)
 
     def get_metrics(self) -> dict[str, Any]:
         return {"right_turns": float(self.num_right_turns)}
@@ -102,7 +99,7 @@ class RelayTask:
         messages: list[Message] = list(prompt.messages)
         for turn, (addend, right) in enumerate(zip(addends, running_digits(previous, addends), strict=True)):
             if turn > 0:
-                messages.append(_addend_message(addend))
+                messages.append({"role": "user", "content": f"+{addend}"})
             digit = rng.randrange(10) if is_terse or rng.random() < slip_rate else right
             messages.append(
                 {"role": "assistant", "content": f"={digit}" if is_terse else f"{previous}+{addend}={digit}"}
@@ -111,7 +108,3 @@ class RelayTask:
                 break
             previous = right
         return messages
-
-
-def _addend_message(addend: int) -> Message:
-    return {"role": "user", "content": f"+{addend}"}

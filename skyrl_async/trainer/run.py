@@ -125,18 +125,16 @@ def make_run(
             log=lambda values: callbacks.log(staleness.served_version, values),
             show=callbacks.show_stalls,
         )
+    recorder = Recorder(
+        log=callbacks.log, trace=trace, log_groups=callbacks.log_groups, generation_counts=lambda: workers.counts
+    )
     return Run(
         config=config,
         dataloader=dataloader,
         staleness=staleness,
         buffer=buffer,
         workers=workers,
-        recorder=Recorder(
-            log=callbacks.log,
-            trace=trace,
-            log_groups=callbacks.log_groups,
-            generation_counts=lambda: workers.counts,
-        ),
+        recorder=recorder,
         board=board,
         shutdown=shutdown or ShutdownRequest(),
         watchdog=watchdog,

@@ -99,18 +99,17 @@ class Evaluator:
         failures: list[tuple[Prompt, Exception]] = []
 
         async def run_rollout(index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
+            request = GroupRequest(
+                prompt=prompt,
+                num_samples=self._config.n_samples_per_prompt,
+                sampling=self._sampling,
+                seed=index,
+                priority=priority,
+                is_evaluation=True,
+            )
             async with slots:
                 try:
-                    return await self._retrier.generate(
-                        GroupRequest(
-                            prompt=prompt,
-                            num_samples=self._config.n_samples_per_prompt,
-                            sampling=self._sampling,
-                            seed=index,
-                            priority=priority,
-                            is_evaluation=True,
-                        )
-                    )
+                    return await self._retrier.generate(request)
                 except NoEngineError:
                     raise
                 except Exception as error:

@@ -16,14 +16,9 @@ from skyrl_async.errors import ConfigError, did_you_mean
 
 STAGES = ("policy", "logp", "ref", "generate")
 _OTHER_NAMES = {
-    "actor": "policy",
-    "actor-train": "policy",
-    "actor_train": "policy",
-    "train": "policy",
-    "ref_logp": "ref",
-    "reference": "ref",
-    "old_log_prob": "logp",
-    "rollout": "generate",
+    **dict.fromkeys(("actor", "actor-train", "actor_train", "train"), "policy"),
+    **dict.fromkeys(("ref_logp", "reference"), "ref"),
+    **{"old_log_prob": "logp", "rollout": "generate"},
 }
 """What other systems call them."""
 _RATIO_TOLERANCE = 1e-6

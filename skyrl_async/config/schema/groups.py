@@ -20,22 +20,20 @@ class Option:
     """Keys of the group's node that must then be set by the user."""
 
 
-def _values_of(section: str, key: str, texts: dict[str, str]) -> dict[str, Option]:
+def _values_of(path: str, **texts: str) -> dict[str, Option]:
     """A group whose options are the values of one key."""
+    section, key = path.split(".")
     return {name: Option(text=text, values={section: {key: name}}) for name, text in texts.items()}
 
 
 GROUPS: dict[str, dict[str, Option]] = {
     "task": _values_of(
-        "task",
-        "name",
-        {
-            "lagged_fibonacci": "Extend a digit string until a 0 appears: long-tailed answers, made on the spot.",
-            "relay": "A multi-turn environment, made on the spot.",
-            "trail": "Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
-            "dataset": "Your own prompts: task.train_files and task.eval_files.",
-            "reasoning_gym": "A task of reasoning-gym: task.reasoning_gym.dataset.",
-        },
+        "task.name",
+        lagged_fibonacci="Extend a digit string until a 0 appears: long-tailed answers, made on the spot.",
+        relay="A multi-turn environment, made on the spot.",
+        trail="Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
+        dataset="Your own prompts: task.train_files and task.eval_files.",
+        reasoning_gym="A task of reasoning-gym: task.reasoning_gym.dataset.",
     ),
     "policy": {
         "tiny": Option(
@@ -71,18 +69,15 @@ GROUPS: dict[str, dict[str, Option]] = {
         ),
     },
     "generator": _values_of(
-        "generator",
-        "kind",
-        {
-            "gym": "skyrl_gym environments over generate(), in process.",
-            "gym_http": "skyrl_gym environments over the endpoint.",
-            "agent": "Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
-        },
+        "generator.kind",
+        gym="skyrl_gym environments over generate(), in process.",
+        gym_http="skyrl_gym environments over the endpoint.",
+        agent="Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
     ),
     "training": _values_of(
-        "training",
-        "backend",
-        {"fsdp": "FSDP2 on any number of ranks.", "deepspeed": "DeepSpeed's ZeRO: training.deepspeed.zero_stage."},
+        "training.backend",
+        fsdp="FSDP2 on any number of ranks.",
+        deepspeed="DeepSpeed's ZeRO: training.deepspeed.zero_stage.",
     ),
 }
 """Group -> option -> what it sets; the first option is the default."""

@@ -95,6 +95,7 @@ class FSDPBackend(ShardedBackend):
             assert isinstance(parameter, DTensor)
             yield name, parameter.detach().to(self._device).full_tensor()
 
+    @torch.no_grad()
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by those of a published version.
 
@@ -115,14 +116,11 @@ class FSDPBackend(ShardedBackend):
                     )
             self._reshard()
             for name, parameter in self._parameters.items():
-                self._replace(parameter, file.get_tensor(name))
+                assert isinstance(parameter, DTensor)
+                full = file.get_tensor(name).to(device=self._device, dtype=parameter.dtype)
+                sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(sharded)
         self.version = update.version
-
-    @torch.no_grad()
-    def _replace(self, parameter: nn.Parameter, full: Tensor) -> None:
-        assert isinstance(parameter, DTensor)
-        full = full.to(device=self._device, dtype=parameter.dtype)
-        parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
     def _load(self, directory: Path) -> None:
         state = self._state()

@@ -58,25 +58,24 @@ def _write_shards(
     """Write files under transformers' names, with an index if there are several."""
     for left in directory.glob(".*.safetensors.tmp"):  # by a process that was killed while it wrote
         left.unlink(missing_ok=True)
-    paths: list[Path] = []
-    names: list[list[str]] = []
+    names: dict[Path, list[str]] = {}
     num_bytes = 0
     try:
         for shard in _shards(parameters, dtype=dtype, shard_bytes=shard_bytes):
-            paths.append(directory / f"model-{len(paths) + 1:05d}.safetensors")
-            write_safetensors(shard, paths[-1], is_synced=True)
-            names.append(list(shard))
+            path = directory / f"model-{len(names) + 1:05d}.safetensors"
+            write_safetensors(shard, path, is_synced=True)
+            names[path] = list(shard)
             num_bytes += sum(tensor.nbytes for tensor in shard.values())
     except WeightsWriteError:
-        for path in paths:
+        for path in names:
             path.unlink(missing_ok=True)
         raise
-    if len(paths) == 1:
-        os.replace(paths[0], directory / "model.safetensors")
+    if len(names) == 1:
+        os.replace(next(iter(names)), directory / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for path, in_file in zip(paths, names, strict=True):
-        file_name = f"{path.stem}-of-{len(paths):05d}.safetensors"
+    for path, in_file in names.items():
+        file_name = f"{path.stem}-of-{len(names):05d}.safetensors"
         os.replace(path, directory / file_name)
         weight_map |= dict.fromkeys(in_file, file_name)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}

@@ -180,8 +180,7 @@ class PolicyOverRanks(ABC):
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """As ``Policy``."""
-        update = await self._call_first("send_weights", version, directory, bucket_bytes)
-        assert isinstance(update, WeightUpdate)
+        update: WeightUpdate = await self._call_first("send_weights", version, directory, bucket_bytes)
         return update
 
     async def save(self, directory: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError,
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import ConfigError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
-from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat, Ping, listening
+from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat, listening
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SharedWeights
 from skyrl_async.training.rank_process import is_lost_peer
@@ -148,8 +149,7 @@ class PolicyWorkers(PolicyOverRanks):
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
         """As ``SendingPolicy``."""
-        place = await self._call_first("open_transfer", num_receivers, backend, timeout_s)
-        assert isinstance(place, GroupPlace)
+        place: GroupPlace = await self._call_first("open_transfer", num_receivers, backend, timeout_s)
         return place
 
     async def broadcast_weights(self, path: Path, bucket_bytes: int) -> None:
@@ -205,7 +205,7 @@ class PolicyWorkers(PolicyOverRanks):
         def death_of(name: str) -> WorkerDiedError:
             return WorkerDiedError(f"{name} answered no heartbeat for {self._heartbeat.timeout_s:g} s in {method}")
 
-        pings = {name: _ping_of(actor) for name, actor in zip(self.names, actors, strict=False)}
+        pings = {name: partial(_ping, actor) for name, actor in zip(self.names, actors, strict=False)}
         return listening(pings, self._heartbeat, death_of)
 
 
@@ -228,12 +228,9 @@ def environment_of(settings: TrainingSettings) -> dict[str, str]:
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if settings.is_deterministic else {}  # cuBLAS needs it to repeat
 
 
-def _ping_of(actor: ActorHandle) -> Ping:
-    async def ping() -> None:
-        with contextlib.suppress(RayError):  # the call itself says why a worker is dead
-            await actor.ping.remote()
-
-    return ping
+async def _ping(actor: ActorHandle) -> None:
+    with contextlib.suppress(RayError):  # the call itself says why a worker is dead
+        await actor.ping.remote()
 
 
 def _failures(calls: Mapping["asyncio.Future[Any]", str]) -> dict[str, BaseException]:

@@ -131,14 +131,8 @@ class PolicyRank:
         self._token_logprobs = make_token_logprobs(self._backend.build(model), settings)
         self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
-        logger.info(
-            "rank %d of %d %s %s: %d parameters",
-            self._rank,
-            self._num_ranks,
-            "trains" if settings.trains else "holds",
-            settings.policy_path,
-            num_parameters,
-        )
+        does, path = "trains" if settings.trains else "holds", settings.policy_path
+        logger.info("rank %d of %d %s %s: %d parameters", self._rank, self._num_ranks, does, path, num_parameters)
 
     def forward_backward(self, work: RankWork) -> dict[str, float]:
         """Accumulate the gradient of this rank's summed loss; returns its figures (see ``losses.token_figures``).
