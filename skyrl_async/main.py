@@ -261,10 +261,8 @@ class _Run:
         """What belongs to a line of ``metrics.jsonl`` and is no number."""
         if self._trainer is None:
             return {}
-        engines = {
-            name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)}
-            for name, lag in self._engine_lags().items()
-        }
+        lags = self._engine_lags().items()
+        engines = {name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)} for name, lag in lags}
         stages = {stage.name: stage.where for stage in self._trainer.stages()}
         return {"stages": stages, "engines": engines} | ({"stuck": list(self._stalls)} if self._stalls else {})
 

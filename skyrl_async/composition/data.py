@@ -25,7 +25,7 @@ from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
-from skyrl_async.generators.gym.environment import Environment, EnvironmentFactory
+from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.registries import import_function
 from skyrl_async.tasks.imitation import ImitationTask
@@ -90,13 +90,10 @@ def environment_factory(config: Config) -> EnvironmentFactory:
     """Return what makes environments. Raises ``ConfigError`` when ``task.reward`` cannot be imported."""
     if config.task.reward is None:
         return make_environment
-    return functools.partial(_rewarded_by, import_function("task.reward", config.task.reward))
-
-
-def _rewarded_by(function: Callable[..., Any], env_class: str, extras: dict[str, Any]) -> Environment:
+    function = import_function("task.reward", config.task.reward)
     from skyrl_async.environments.answers import FunctionEnv
 
-    return FunctionEnv(function, extras)
+    return lambda env_class, extras: FunctionEnv(function, extras)
 
 
 def epoch_plan(config: Config, prompts: Prompts) -> EpochPlan:

@@ -158,9 +158,8 @@ class Stage:
         """Return the number of finished items, and the seconds spent in each state, including the current one."""
         seconds = dict(self._seconds)
         seconds[self.state] += self._clock() - self._since
-        return {"items": float(self._num_processed)} | {
-            f"{state.name.lower()}_seconds": seconds[state] for state in StageState
-        }
+        spent = {f"{state.name.lower()}_seconds": seconds[state] for state in StageState}
+        return {"items": float(self._num_processed)} | spent
 
     def _raise_if(self, *ends: StageState) -> None:
         if self._end in ends:

@@ -101,9 +101,8 @@ class RelayTask:
             if turn > 0:
                 messages.append({"role": "user", "content": f"+{addend}"})
             digit = rng.randrange(10) if is_terse or rng.random() < slip_rate else right
-            messages.append(
-                {"role": "assistant", "content": f"={digit}" if is_terse else f"{previous}+{addend}={digit}"}
-            )
+            said = f"={digit}" if is_terse else f"{previous}+{addend}={digit}"
+            messages.append({"role": "assistant", "content": said})
             if digit != right:
                 break
             previous = right

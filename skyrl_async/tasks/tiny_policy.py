@@ -80,9 +80,8 @@ def save_policy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, dir
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = ["Qwen3ForCausalLM"]
     model.config.save_pretrained(directory)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
-        directory
-    )
+    generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    generation.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

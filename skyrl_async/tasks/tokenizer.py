@@ -47,12 +47,9 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens.
     """
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d|\n"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    apart = pre_tokenizers.Split(Regex(r"\d|\n"), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([apart, as_bytes])
     backend.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True, normalized=False) for token in (PAD_TOKEN, START_TOKEN, END_TOKEN)]
     call_words = _call_words(tools)
@@ -85,12 +82,8 @@ def encode_conversation(
     """
     pieces = [(f"{START_TOKEN}system\n{_tools_line(tools)}{END_TOKEN}\n", 0)] if tools else []
     for message in messages:
-        is_said = int(message["role"] == "assistant")
-        pieces += [
-            (f"{START_TOKEN}{message['role']}\n", 0),
-            (f"{_turn_text(message)}{END_TOKEN}", is_said),
-            ("\n", 0),
-        ]
+        opening, turn = f"{START_TOKEN}{message['role']}\n", f"{_turn_text(message)}{END_TOKEN}"
+        pieces += [(opening, 0), (turn, int(message["role"] == "assistant")), ("\n", 0)]
     token_ids: list[int] = []
     mask: list[int] = []
     for text, in_loss in pieces:

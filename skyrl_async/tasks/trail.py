@@ -56,15 +56,12 @@ class TrailTask:
             num_signs += 1
         trail = rng.sample(range(1, 10), num_signs)
         signs = {str(at): to for at, to in zip(trail, [*trail[1:], 0], strict=True)}
+        right = {"method": "rule", "ground_truth": str(trail[-1])}
         return Prompt(
             uid=f"{NAME}-{''.join(signs)}",
             messages=({"role": "user", "content": f"Follow {trail[0]} to 0."},),
             env_class=NAME,
-            extras={
-                "tools": [LOOK_TOOL],
-                "signs": signs,
-                "reward_spec": {"method": "rule", "ground_truth": str(trail[-1])},
-            },
+            extras={"tools": [LOOK_TOOL], "signs": signs, "reward_spec": right},
         )
 
     def conversation(

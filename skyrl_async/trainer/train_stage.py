@@ -48,11 +48,8 @@ class TrainStage:
     ) -> None:
         self._run = run
         self._config = config = run.config.trainer
-        self._streams = (
-            config.schedule is Schedule.fully_async
-            and config.stream_mini_batch is not False
-            and not step_advantages.need_mini_batch
-        )
+        is_whole = config.stream_mini_batch is False or step_advantages.need_mini_batch
+        self._streams = config.schedule is Schedule.fully_async and not is_whole
         self._aggregation = Aggregation(
             name=config.algorithm.loss_reduction.name, max_seq_len=config.algorithm.max_seq_len
         )

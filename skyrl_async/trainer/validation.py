@@ -137,9 +137,7 @@ def _averaged(groups: Sequence[tuple[Trajectory, ...]], num_failed: int) -> Eval
     mean = sum(rewards) / len(rewards)
     variance = sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)
     num_tokens = sum(sample.num_sampled_tokens for sample in every)
-    versions = {version for group in groups for row in group for version in row.versions.distinct} - {
-        ENVIRONMENT_VERSION
-    }
+    versions = {v for group in groups for row in group for v in row.versions.distinct if v != ENVIRONMENT_VERSION}
     return EvaluationResult(
         reward=mean,
         standard_error=(variance / len(rewards)) ** 0.5,

@@ -98,9 +98,3 @@ class SendingPolicy(Policy, Protocol):
 
     async def unshare_weights(self) -> None:
         """Free the shared copies, once nobody reads them. Idempotent."""
-
-
-async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-    """Gather the current weights and write them under ``directory``."""
-    await policy.gather_weights(version)
-    return await policy.send_weights(version, directory, bucket_bytes)

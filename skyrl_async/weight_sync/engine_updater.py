@@ -25,6 +25,8 @@ from skyrl_async.types import PauseMode, WeightUpdate
 logger = logging.getLogger(__name__)
 
 EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
+Engines = list[InferenceEngine]
+"""Those that take part; engines that die are removed from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class EngineWeightUpdater:
     clock: Callable[[], float]
     """Seconds."""
 
-    async def stage(self, engines: list[InferenceEngine], update: WeightUpdate) -> None:
+    async def stage(self, engines: Engines, update: WeightUpdate) -> None:
         """Let ``engines`` prepare for ``update`` beside generation. An engine that cannot prepare loads it all the same.
 
         Raises ``NoEngineError`` if all die and none is expected.
@@ -67,11 +69,7 @@ class EngineWeightUpdater:
 
     @asynccontextmanager
     async def loaded(
-        self,
-        engines: list[InferenceEngine],
-        update: WeightUpdate,
-        before: WeightUpdate | None,
-        serving_version: int | None,
+        self, engines: Engines, update: WeightUpdate, before: WeightUpdate | None, serving_version: int | None
     ) -> AsyncIterator[EngineUpdateTimes]:
         """Make ``engines`` serve ``update``; engines that die are removed from the list.
 
@@ -99,7 +97,7 @@ class EngineWeightUpdater:
             await self.resume(engines)
         self._require(engines, "resume")
 
-    async def everywhere(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+    async def everywhere(self, what: str, call: EngineCall, engines: Engines) -> dict[str, Any]:
         """Call all engines at once and return the answers by name. Engines that die are closed and removed from ``engines``.
 
         Raises ``NoEngineError`` if no engine survives and none is expected.
@@ -108,11 +106,11 @@ class EngineWeightUpdater:
         self._require(engines, what)
         return answers
 
-    async def pause(self, engines: list[InferenceEngine]) -> None:
+    async def pause(self, engines: Engines) -> None:
         """Pause all engines; on return each has acknowledged. Engines that die are removed from the list."""
         await self._on_each("pause", lambda engine: engine.pause(self.pause_mode), engines)
 
-    async def resume(self, engines: list[InferenceEngine]) -> None:
+    async def resume(self, engines: Engines) -> None:
         """Resume all engines, a second time if a cancellation interrupts the first: others than this run may use them."""
         was_cancelled = _is_being_cancelled()
         try:
@@ -128,11 +126,7 @@ class EngineWeightUpdater:
         await engine.close()
 
     async def _load(
-        self,
-        engines: list[InferenceEngine],
-        update: WeightUpdate,
-        before: WeightUpdate | None,
-        serving_version: int | None,
+        self, engines: Engines, update: WeightUpdate, before: WeightUpdate | None, serving_version: int | None
     ) -> float:
         """Each engine pauses and loads at its own pace. Returns the seconds until the first has paused.
 
@@ -174,7 +168,7 @@ class EngineWeightUpdater:
             raise
         return min(paused_at, default=asked) - asked
 
-    async def _rearrange(self, engines: list[InferenceEngine]) -> None:
+    async def _rearrange(self, engines: Engines) -> None:
         """Move requests to the engines where they belong: their keys and values are computed anew in any case."""
         leaving = self.client.pool.rearrange()
 
@@ -185,11 +179,7 @@ class EngineWeightUpdater:
         await self._on_each("evict", evict, engines)
 
     async def _roll_back(
-        self,
-        engines: list[InferenceEngine],
-        before: WeightUpdate | None,
-        version: int,
-        broken: Collection[str],
+        self, engines: Engines, before: WeightUpdate | None, version: int, broken: Collection[str]
     ) -> None:
         """Load ``before`` again in every engine that may hold another version than ``version``; one that cannot is closed."""
 
@@ -208,7 +198,7 @@ class EngineWeightUpdater:
 
         await self._on_each("roll back", load, engines)
 
-    async def _on_each(self, what: str, call: EngineCall, engines: list[InferenceEngine]) -> dict[str, Any]:
+    async def _on_each(self, what: str, call: EngineCall, engines: Engines) -> dict[str, Any]:
         """Call all engines at once; dead ones are removed from ``engines``. While being cancelled, wait no longer than a grace period."""
         answers: dict[str, Any] = {}
         timeout_s = GRACE_S if _is_being_cancelled() else None

@@ -13,9 +13,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_async.training.protocol import Policy, export_weights
+from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.in_process import InProcessPolicy
-from skyrl_async.types import Trajectory
+from skyrl_async.types import Trajectory, WeightUpdate
 
 VOCABULARY = 48
 
@@ -124,6 +124,12 @@ async def train(
             figures.append(await policy.forward_backward(rows, [0.0] * num_rows, step))
         figures.append(await policy.step((1 + has_idle_group) * num_tokens(rows)))
     return figures
+
+
+async def export_weights(policy: Policy, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
+    """Gather the current weights and write them under ``directory``."""
+    await policy.gather_weights(version)
+    return await policy.send_weights(version, directory, bucket_bytes)
 
 
 async def weights(policy: Policy, directory: Path) -> dict[str, Tensor]:

@@ -159,3 +159,6 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
             "recomputed log-probs, or rollout_is or cispo, which weigh every token"
         )
     return wrong
+
+
+RULES = (estimator_rules, loss_rules, divergence_rules, worker_rules, sampling_rules)

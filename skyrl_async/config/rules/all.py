@@ -219,11 +219,7 @@ def server_rules(config: Config) -> Iterator[str]:
 
 _RULES = (
     task_rules,
-    algorithm.estimator_rules,
-    algorithm.loss_rules,
-    algorithm.divergence_rules,
-    algorithm.worker_rules,
-    algorithm.sampling_rules,
+    *algorithm.RULES,
     policy.adapter_rules,
     deepspeed.rules,
     length_rules,

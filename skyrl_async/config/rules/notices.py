@@ -155,13 +155,8 @@ def _values_of_groups(key: str) -> list[Any]:
 
 def advice(config: Config) -> list[str]:
     """A sentence for each setting that is allowed and hardly ever meant."""
-    return [
-        *_advice_on_losses(config),
-        *_advice_on_divergence(config),
-        *_advice_on_sequences(config),
-        *_advice_on_schedule(config),
-        *_advice_on_memory(config),
-    ]
+    advice = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences, _advice_on_schedule, _advice_on_memory)
+    return [sentence for give in advice for sentence in give(config)]
 
 
 def _advice_on_losses(config: Config) -> Iterator[str]:

@@ -173,11 +173,8 @@ class FSDPBackend(ShardedBackend):
         return math.sqrt(squares.item())
 
     def _non_finite_gradients(self) -> str:
-        names = [
-            name
-            for name, gradient in zip(self._trained, self._local_gradients(), strict=True)
-            if not gradient.isfinite().all()
-        ]
+        named = zip(self._trained, self._local_gradients(), strict=True)
+        names = [name for name, gradient in named if not gradient.isfinite().all()]
         return f"{', '.join(names[:3])} ({len(names)} of {len(self._parameters)} parameters)" if names else "none"
 
 

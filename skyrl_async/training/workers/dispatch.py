@@ -55,11 +55,8 @@ def split_work(
     """
     if len(trajectories) != len(advantages):
         raise ValueError(f"advantages must hold one value per trajectory ({len(trajectories)}), got {len(advantages)}")
-    rows = [
-        Row(trajectory=trajectory, advantage=advantage)
-        for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        if trajectory.num_sampled_tokens > 0
-    ]
+    pairs = zip(trajectories, advantages, strict=True)
+    rows = [Row(trajectory=row, advantage=advantage) for row, advantage in pairs if row.num_sampled_tokens > 0]
     runs_reference = _runs_reference(rows, settings)
     has_marks = any(row.trajectory.marks is not None and row.trajectory.marks.any() for row in rows)
     has_other_terms = bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)

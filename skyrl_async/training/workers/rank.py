@@ -299,12 +299,8 @@ class PolicyRank:
             save_state(rank_process.rng_state(), directory / f"rng_{self._rank}.pt")
         with failing_together():
             if self._rank == 0:
-                write_manifest(
-                    directory,
-                    model_type=self._model_type,
-                    shapes=self._backend.parameter_shapes(),
-                    num_ranks=self._num_ranks,
-                )
+                shapes = self._backend.parameter_shapes()
+                write_manifest(directory, model_type=self._model_type, shapes=shapes, num_ranks=self._num_ranks)
 
     def load(self, directory: Path) -> None:
         """Restore what ``save`` wrote, on any number of ranks. A rank without a saved random state keeps its own.

@@ -17,11 +17,11 @@ from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.cpu.tiny_policies import export_weights
 
 ROW = Trajectory(
     prompt_token_ids=(1,),

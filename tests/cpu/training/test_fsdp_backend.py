@@ -20,10 +20,17 @@ from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, Traini
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.sharded import lr_factor
 from skyrl_async.training.export.hf_export import export_hf_directory
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from tests.cpu import tiny_policies
-from tests.cpu.tiny_policies import advantages, assert_close, gradients, num_tokens, weights, write_tokenizer
+from tests.cpu.tiny_policies import (
+    advantages,
+    assert_close,
+    export_weights,
+    gradients,
+    num_tokens,
+    weights,
+    write_tokenizer,
+)
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
 
 Make = Callable[..., InProcessPolicy]

@@ -14,10 +14,9 @@ from skyrl_async.columns import Logprobs
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
-from tests.cpu.tiny_policies import advantages, gradients, num_tokens, weights, write_policy
+from tests.cpu.tiny_policies import advantages, export_weights, gradients, num_tokens, weights, write_policy
 from tests.cpu.tiny_policies import assert_close as assert_equal
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
 from tests.cpu.training.test_fsdp_backend import make

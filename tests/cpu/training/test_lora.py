@@ -22,12 +22,20 @@ from skyrl_async.config.schema.policy import LoraConfig, LoraInit, LoraPublish
 from skyrl_async.errors import CheckpointError, ConfigError, PolicyError, WeightsWriteError
 from skyrl_async.training.backends.lora import add_adapters, merged
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Adapter, LogprobModel, Trajectory
 from skyrl_async.weights.formats import CONFIG_FILE, adapted_layers, tensor_names
 from tests.cpu.quick_config import config_of
-from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
+from tests.cpu.tiny_policies import (
+    advantages,
+    assert_close,
+    export_weights,
+    num_tokens,
+    train,
+    trajectories,
+    weights,
+    write_policy,
+)
 from tests.cpu.training.test_logprobs import as_lists
 
 LORA = LoraConfig(rank=4, alpha=6.0)

@@ -19,7 +19,6 @@ from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import export_weights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.logprob_workers import LogprobWorkers
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, environment_of
@@ -29,7 +28,15 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.shared_tensor import opened
 from skyrl_async.weights.transfer_group import GLOO
 from tests.cpu import tiny_policies
-from tests.cpu.tiny_policies import VOCABULARY, advantages, assert_close, num_tokens, trajectories, weights
+from tests.cpu.tiny_policies import (
+    VOCABULARY,
+    advantages,
+    assert_close,
+    export_weights,
+    num_tokens,
+    trajectories,
+    weights,
+)
 from tests.cpu.training.test_logprobs import as_lists
 from tests.cpu.training.test_logprobs import assert_close as assert_close_rows
 from tests.patience import PATIENCE_S

@@ -32,14 +32,14 @@ from skyrl_async.errors import (
     WorkerDiedError,
 )
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import Policy, SharedWeights, export_weights
+from skyrl_async.training.protocol import Policy, SharedWeights
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.journal import CallJournal
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weights.transfer_group import GroupPlace
+from tests.cpu.tiny_policies import export_weights, write_policy
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
-from tests.cpu.tiny_policies import write_policy
 from tests.patience import PATIENCE_S
 
 
