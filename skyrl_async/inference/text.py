@@ -5,6 +5,7 @@ A stop string may begin in one engine call and end in another, so engines do not
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Protocol
 
 from skyrl_async.columns import TokenIds
@@ -69,7 +70,7 @@ class CompletionText:
         """New final text: complete characters that cannot be the beginning of a stop string."""
         if not self._stop:
             self._extend_text()
-        end = len(self._text) - self._num_held_back()
+        end = len(self._text) - num_held_back(self._text, self._stop)
         block = self._text[self._num_emitted : end] if end > self._num_emitted else ""
         self._num_emitted += len(block)
         return block
@@ -117,12 +118,11 @@ class CompletionText:
         self._text = text[: end if self.includes_stop else start]
         return end
 
-    def _num_held_back(self) -> int:
-        """Characters at the text's end that may begin a stop string."""
-        lengths = (
-            length
-            for stop in self._stop
-            for length in range(1, min(len(stop), len(self._text) + 1))
-            if self._text.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
+
+def num_held_back(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest suffix of a text that may begin one of ``marks``, such as stop strings."""
+    longest = 0
+    for mark in marks:
+        lengths = range(min(len(mark) - 1, len(text)), longest, -1)
+        longest = next((length for length in lengths if text.endswith(mark[:length])), longest)
+    return longest

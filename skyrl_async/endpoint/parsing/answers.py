@@ -12,6 +12,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from uuid import uuid4
 
+from skyrl_async.inference.text import num_held_back
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
@@ -157,7 +159,7 @@ class AnswerStream:
         marks = (end, *self.marks.calls_ending_reasoning)
         text = self._pending.lstrip(self._dropped_space)
         position = _first(text, marks)
-        certain = text[: len(text) - _num_held_back(text, marks) if position is None else position].rstrip("\n")
+        certain = text[: len(text) - num_held_back(text, marks) if position is None else position].rstrip("\n")
         if position is None:
             self._pending = text[len(certain) :]
             self._dropped_space = "" if certain else self._dropped_space
@@ -170,7 +172,7 @@ class AnswerStream:
     def _advance_content(self) -> AnswerParts:
         text = self._pending.lstrip(self._dropped_space)
         position = _first(text, self.marks.calls)
-        num_certain = len(text) - _num_held_back(text, self.marks.calls) if position is None else position
+        num_certain = len(text) - num_held_back(text, self.marks.calls) if position is None else position
         certain = text[:num_certain]
         is_space = not self._has_content and not certain.strip()
         if position is not None:
@@ -190,12 +192,3 @@ class AnswerStream:
 def _first(text: str, marks: tuple[str, ...]) -> int | None:
     """Position of the first of ``marks`` in a text."""
     return min((position for mark in marks if (position := text.find(mark)) >= 0), default=None)
-
-
-def _num_held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Length of the longest suffix of a text that may begin one of ``marks``."""
-    longest = 0
-    for mark in marks:
-        lengths = range(min(len(mark) - 1, len(text)), longest, -1)
-        longest = next((length for length in lengths if text.endswith(mark[:length])), longest)
-    return longest
