@@ -16,8 +16,8 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import EngineDeadError, PublishError
-from skyrl_async.inference.protocol import pause_then_load
+from skyrl_async.errors import PublishError
+from skyrl_async.inference.protocol import CutOff, pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
 _ROUNDING = 1e-6
@@ -157,7 +157,7 @@ class ModelledEngine:
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
-        self._is_dead = False
+        self._cut_off = CutOff()
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample all, or up to an aborting pause."""
@@ -180,31 +180,31 @@ class ModelledEngine:
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """Every token that is complete by now."""
-        self._check_alive()
+        self._cut_off.check()
         calls = {call.request.request_id: call for call in self._calls}
         return {i: self._partial_output(calls[i]) for i in request_ids if i in calls}
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; in abort mode end every request in flight."""
-        self._check_alive()
+        self._cut_off.check()
         self._shared.set_paused(True)
         if mode is PauseMode.ABORT:
             self._abort(self._calls)
 
     async def resume(self) -> None:
         """Continue sampling."""
-        self._check_alive()
+        self._cut_off.check()
         self._shared.set_paused(False)
 
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Take the stage's time."""
-        self._check_alive()
+        self._cut_off.check()
         await asyncio.sleep(self.stage_seconds)
-        self._check_alive()
+        self._cut_off.check()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Serve ``update.version`` after the load time."""
-        self._check_alive()
+        self._cut_off.check()
         failure, self.fails_next_load = self.fails_next_load, None
         if failure is PublishError or not self._shared.is_paused:
             reason = "is not paused" if failure is None else "was told to refuse"
@@ -212,7 +212,7 @@ class ModelledEngine:
         await asyncio.sleep(self.load_seconds)
         if failure is not None:
             self.kill()
-        self._check_alive()
+        self._cut_off.check()
         self._version = update.version
         self._served.append((self._shared.progress, update.version))
 
@@ -222,30 +222,30 @@ class ModelledEngine:
 
     async def version(self) -> int:
         """Served now."""
-        self._check_alive()
+        self._cut_off.check()
         return self._version
 
     async def checksum(self) -> str:
         """Return the version: the model has no weights."""
-        self._check_alive()
+        self._cut_off.check()
         return f"version-{self._version}"
 
     async def ping(self) -> None:
         """Answer while alive."""
-        self._check_alive()
+        self._cut_off.check()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """Requests in flight end, aborted."""
-        self._check_alive()
+        self._cut_off.check()
         self._abort([c for c in self._calls if request_ids is None or c.request.request_id in request_ids])
 
     async def close(self) -> None:
         """End the engine."""
-        self._is_dead = True
+        self._cut_off.cut(f"{self.name} was killed")
 
     def kill(self) -> None:
         """From now on every call, and every request in flight, raises ``EngineDeadError``."""
-        self._is_dead = True
+        self._cut_off.cut(f"{self.name} was killed")
         for call in self._calls:
             call.wake()
 
@@ -254,12 +254,8 @@ class ModelledEngine:
             call.is_aborted = True
             call.wake()
 
-    def _check_alive(self) -> None:
-        if self._is_dead:
-            raise EngineDeadError(f"{self.name} was killed")
-
     def _begin(self, request: EngineRequest) -> _Call:
-        self._check_alive()
+        self._cut_off.check()
         num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
         prompt = tuple(request.prompt_token_ids[max(0, num_prompt_tokens - 64) : num_prompt_tokens].tolist())
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
@@ -277,10 +273,10 @@ class ModelledEngine:
 
     async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
         """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""
-        self._check_alive()
+        self._cut_off.check()
         if not call.is_aborted:
             await self._shared.wait_for(call, num_tokens)
-            self._check_alive()
+            self._cut_off.check()
         start, end = call.num_taken, num_tokens
         if call.is_aborted:
             end = min(num_tokens, max(start, self._shared.tokens_of(call)))

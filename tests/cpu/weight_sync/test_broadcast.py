@@ -98,14 +98,14 @@ class Receiver(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_paused
+        return self._cut_off.reason is None and self._shared.is_paused
 
     async def connect_transfer(self, init_info: dict[str, Any]) -> None:
-        self._check_alive()
+        self._cut_off.check()
         self._group = next(group for group in self._sender.groups if group.place.name == init_info["name"])
 
     async def receive_weights(self, update: WeightUpdate, keep: Collection[str]) -> None:
-        self._check_alive()
+        self._cut_off.check()
         self.held &= set(keep)
         assert not self._shared.is_paused, "it receives beside generation"
         try:
@@ -120,7 +120,7 @@ class Receiver(ModelledEngine):
         if event == "die":
             self.kill()
             await self._group.leave()
-            self._check_alive()
+            self._cut_off.check()
         if event == "refuse":
             await self._group.leave()
             raise PublishError(f"{self.name} has no room")
@@ -180,13 +180,13 @@ def test_contract_5_whatever_happens_in_broadcasts_all_engines_that_are_left_ser
             except PublishError:
                 assert len(setting.client.engines) > 0
             except NoEngineError:
-                assert all(engine._is_dead for engine in setting.engines)
+                assert all(engine._cut_off.reason for engine in setting.engines)
                 return
             assert await setting.versions() == {served}
             assert not any(engine.is_paused for engine in setting.engines)
             assert all(len(engine.held) <= 1 + double_buffer for engine in setting.client.engines)
         assert served == 11, "plans are over by then"
-        assert {engine._is_dead for engine in setting.client.engines} == {False}
+        assert {engine._cut_off.reason for engine in setting.client.engines} == {None}
 
     run_in_virtual_time(main())
 
@@ -244,7 +244,7 @@ def test_an_engine_that_hangs_is_closed_after_the_timeout() -> None:
         setting = Setting(["fine", "freeze"], [])
         await setting.publisher.publish(0)
         await setting.publisher.publish(1)
-        assert setting.engines[0]._is_dead and setting.client.engines == (setting.engines[1],)
+        assert setting.engines[0]._cut_off.reason and setting.client.engines == (setting.engines[1],)
         assert await setting.versions() == {1}
 
     run_in_virtual_time(main())

@@ -45,7 +45,7 @@ class Troubled(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_paused
+        return self._cut_off.reason is None and self._shared.is_paused
 
     async def pause(self, mode: PauseMode) -> None:
         await self._follow("pause")
@@ -186,7 +186,9 @@ def test_contract_5_whatever_engines_do_all_that_are_left_serve_one_version_and_
             failure = await failure_of(setting.publisher.publish(version))
             served = version if failure is None else served
             assert not any(engine.is_paused for engine in setting.engines)
-            assert setting.client.engines == tuple(engine for engine in setting.engines if not engine._is_dead)
+            assert setting.client.engines == tuple(
+                engine for engine in setting.engines if engine._cut_off.reason is None
+            )
             if not setting.client.engines:
                 assert failure is not None
                 return
@@ -268,7 +270,7 @@ def test_contract_5_an_engine_that_cannot_go_back_is_closed_rather_than_serving_
         with pytest.raises(PublishError, match="engine-0 refused version 1 .* still serves version 0"):
             await setting.publisher.publish(1)
         assert [engine.name for engine in setting.client.engines] == ["engine-0", "engine-2"]
-        assert setting.engines[1]._is_dead
+        assert setting.engines[1]._cut_off.reason
         assert await setting.versions_served() == {0}
 
     run_in_virtual_time(main())
@@ -575,7 +577,7 @@ def test_an_engine_that_a_publish_gives_up_serves_nobody_else_either() -> None:
 
         setting.engines[0].load_weights = too_late  # type: ignore[method-assign]
         await setting.publisher.publish(1)
-        assert setting.engines[0]._is_dead
+        assert setting.engines[0]._cut_off.reason
         assert setting.client.engines == (setting.engines[1],)
 
     run_in_virtual_time(main())
@@ -745,7 +747,7 @@ def test_an_engine_that_keeps_a_cancellation_waiting_is_closed() -> None:
         publishing.cancel()
         await asyncio.wait([publishing])
         assert asyncio.get_running_loop().time() < 10.0 + 2 * GRACE_S + 5.0
-        assert setting.engines[0]._is_dead and setting.client.engines == (setting.engines[1],)
+        assert setting.engines[0]._cut_off.reason and setting.client.engines == (setting.engines[1],)
         assert await setting.versions_served() == {0} and not setting.engines[1].is_paused
 
     run_in_virtual_time(main())
@@ -844,7 +846,7 @@ def test_an_engine_that_loaded_what_another_refused_is_closed_where_nothing_is_k
         setting.engines[0].plan = {"load": ["refuse"]}
         with pytest.raises(PublishError, match="engine-0 refused version 2 .* still serves version 1"):
             await setting.publisher.publish(2)
-        assert setting.client.engines == (setting.engines[0],) and setting.engines[1]._is_dead
+        assert setting.client.engines == (setting.engines[0],) and setting.engines[1]._cut_off.reason
         assert await setting.versions_served() == {1}
 
     run_in_virtual_time(main())

@@ -229,7 +229,7 @@ class Neighbour(ModelledEngine):
 
     @property
     def is_paused(self) -> bool:
-        return not self._is_dead and self._shared.is_paused
+        return self._cut_off.reason is None and self._shared.is_paused
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self.loads.append("shared" if update.shared else "file")
@@ -242,7 +242,7 @@ class Neighbour(ModelledEngine):
             raise PublishError(f"{self.name} refuses")
         if event == "die":
             self.kill()
-            self._check_alive()
+            self._cut_off.check()
 
 
 def setting(num_engines: int, max_retries: int = 0) -> tuple[Sharer, list[Neighbour], WeightPublisher]:
@@ -290,7 +290,7 @@ def test_contract_5_whatever_happens_to_engines_nothing_is_given_back_while_it_i
                 return
             finally:
                 assert policy.shared is None
-            alive = [engine for engine in engines if not engine._is_dead]
+            alive = [engine for engine in engines if engine._cut_off.reason is None]
             if not alive:
                 return
             assert {await engine.version() for engine in alive} == {served}
