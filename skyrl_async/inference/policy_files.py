@@ -4,7 +4,8 @@ Of weights only headers are read, and their bytes if a checksum is to be compare
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,15 @@ class UpdateValidator:
                 f"weight update {version} has dtype {unknown[0]!r}; expected one of {sorted(TORCH_NAMES.values())}"
             )
         require_same("the manifest, against the first update,", dtypes, self._dtypes or dtypes, version)
-        require_same("the file", _sent_manifest(update), update.manifest, version)
+        with _reading(update.path, version):
+            sent = _read_header(Path(update.path))
+        require_same("the file", sent, update.manifest, version)
         if update.adapter is not None:
             path = Path(update.path).with_name(CONFIG_FILE)
-            found = {"r": update.adapter.rank, "lora_alpha": update.adapter.alpha}
-            require_same(str(path), _described(path, version), found, version)
+            with _reading(path, version):
+                described = json.loads(path.read_text())
+            rank_and_alpha = {"r": update.adapter.rank, "lora_alpha": update.adapter.alpha}
+            require_same(str(path), {key: described.get(key) for key in rank_and_alpha}, rank_and_alpha, version)
 
     def accept(self, update: WeightUpdate) -> None:
         """Require the names and dtypes of this update of later ones."""
@@ -208,28 +213,18 @@ def require_as_sent(update: WeightUpdate) -> None:
     """Raise ``PublishError`` if the file's checksum is to be compared and is not the one sent."""
     if not update.is_compared or update.crc32 is None:
         return
-    try:
+    with _reading(update.path, update.version):
         found = crc32_of_file(Path(update.path))
-    except OSError as error:
-        raise PublishError(f"weight update {update.version}: {update.path} cannot be read: {error}") from error
     if found != update.crc32:
         raise PublishError(
             f"weight update {update.version}: {update.path} has the checksum {found:08x}, and {update.crc32:08x} was sent"
         )
 
 
-def _sent_manifest(update: WeightUpdate) -> Manifest:
-    """Manifest of an update's file. Raises ``PublishError`` if it is no safetensors file, or incomplete."""
+@contextmanager
+def _reading(path: object, version: int) -> Iterator[None]:
+    """Raise ``PublishError`` for an update's file that is missing, incomplete or of another format."""
     try:
-        return _read_header(Path(update.path))
+        yield
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PublishError(f"weight update {update.version}: {update.path} cannot be read: {error}") from error
-
-
-def _described(config_path: Path, version: int) -> dict[str, object]:
-    """Rank and alpha in peft's file."""
-    try:
-        content = json.loads(config_path.read_text())
-        return {key: content.get(key) for key in ("r", "lora_alpha")}
-    except (OSError, ValueError) as error:
-        raise PublishError(f"weight update {version}: {config_path} cannot be read: {error}") from error
+        raise PublishError(f"weight update {version}: {path} cannot be read: {error}") from error
