@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -247,12 +247,10 @@ class VLLMEngine:
         self._version = update.version
 
     async def _load(self, update: WeightUpdate) -> None:
-        loading: Coroutine[Any, Any, Any]
-        if self._adapter is not None:
-            loading = self._adapter.load(update)
-        else:
-            arguments = (update.path, update.load_bucket_bytes, update.shared)
-            loading = self._llm.collective_rpc("load_update", args=arguments)
+        arguments = (update.path, update.load_bucket_bytes, update.shared)
+        loading = (
+            self._adapter.load(update) if self._adapter else self._llm.collective_rpc("load_update", args=arguments)
+        )
         await run_together(  # in this order, without a round trip between them: the engine is paused
             {
                 "load": loading,
