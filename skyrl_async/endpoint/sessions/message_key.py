@@ -104,8 +104,12 @@ def _canonical(value: Any) -> str:
 
 def _digest(fields: Iterable[str]) -> bytes:
     """Digest of fields, each with its length before it."""
-    encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
-    return blake2b(b"".join(len(one).to_bytes(8, "big") + one for one in encoded), digest_size=16).digest()
+    digest = blake2b(digest_size=16)
+    for field in fields:
+        encoded = field.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.digest()
 
 
 def _number(text: str) -> float | int:
