@@ -238,8 +238,7 @@ class Fleet:
         """Supervise an engine that has joined. A restarted one has its place already."""
         member = next((member for member in self._members if member.engine is engine), None)
         if member is None:
-            life = self.lives.setdefault(engine.name, EngineLife(self.config))
-            member = _Member(engine.name, engine, life)
+            member = _Member(engine.name, engine, self.lives.setdefault(engine.name, EngineLife(self.config)))
             self._members.append(member)
             member.task = self._spawn(f"supervise-{engine.name}", self._supervise(member))
         member.life.serve()

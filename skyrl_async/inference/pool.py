@@ -98,8 +98,7 @@ class EnginePool:
     @contextmanager
     def slot(self, session_id: str | None, generation_id: str, request: EngineRequest) -> Iterator[EngineSlot]:
         """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``."""
-        now = asyncio.get_running_loop().time()
-        name = self._placement.choose(self._slots, generation_id, session_id, now)
+        name = self._placement.choose(self._slots, generation_id, session_id, asyncio.get_running_loop().time())
         slot = self._slots[name]
         self._placement.start(generation_id, request, name)
         slot.num_calls += 1

@@ -100,8 +100,7 @@ class CommandHarness:
         if self._is_guarded:
             return
         self._is_guarded = True
-        guard = start_guard(f"SKYRL_RUN_PROCESS={self._marks['SKYRL_RUN_PROCESS']}")
-        if guard is not None:
+        if (guard := start_guard(f"SKYRL_RUN_PROCESS={self._marks['SKYRL_RUN_PROCESS']}")) is not None:
             weakref.finalize(self, end_guard, guard)
 
     async def _run_program(

@@ -271,7 +271,7 @@ class VLLMEngine:
         timeout_s = self._config.checksum_timeout_s
         async with self._control_lock:  # so that no heartbeat is awaited beside it
             digests = await self._call_core(timeout_s, "checksum", self._llm.collective_rpc, "weight_digest")
-        return digests[0] if len(digests) == 1 else "+".join(digests)
+        return "+".join(digests)
 
     async def statistics(self) -> dict[str, int]:
         """Requests inside the engine, and its process ids."""
