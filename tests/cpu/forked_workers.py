@@ -35,7 +35,12 @@ IMPORTED = (
     "starlette.applications",
 )
 """Nothing that imports Ray, which reads the environment of its worker when it is loaded."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 """What libraries read when they are imported, as the processes of a run have it."""
 _EXECUTABLE = "SKYRL_ASYNC_TESTS_WORKERS"
 _STREAMS = 3

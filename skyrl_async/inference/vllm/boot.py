@@ -89,6 +89,9 @@ def _set_environment(config: VLLMEngineConfig) -> None:
     if config.device == "cpu":
         # The core runs the model itself: an executor process of its own would busy-wait on a second core.
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=str(config.cpu_kv_cache_gb))
+        if config.enforce_eager:
+            # vLLM's sampler would be compiled all the same, in each core at its first answer: seconds, 20 on a machine's first run.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     elif config.dtype == "float32":
         # FlashAttention takes 16-bit dtypes only, and Triton's attention would multiply with 10 bits of mantissa (tf32), unlike layers
         # and training: log-probs would differ by more than rounding.

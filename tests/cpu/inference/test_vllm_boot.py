@@ -88,6 +88,20 @@ def test_products_of_float32_are_whole_on_a_gpu_unless_the_user_says_otherwise(
         assert environment.get("TRITON_F32_DEFAULT") == found
 
 
+@pytest.mark.parametrize(
+    ("device", "enforce_eager", "expected"), [("cpu", True, "1"), ("cpu", False, None), ("cuda", True, None)]
+)
+def test_nothing_is_compiled_on_a_cpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, enforce_eager: bool, expected: str | None
+) -> None:
+    config = VLLMEngineConfig(name="engine-0", policy_dir="", device=device, enforce_eager=enforce_eager)
+    for found in (expected, "0"):
+        environment = {} if found == expected else {"TORCHDYNAMO_DISABLE": "0"}
+        monkeypatch.setattr(os, "environ", environment)
+        _set_environment(config)
+        assert environment.get("TORCHDYNAMO_DISABLE") == found
+
+
 @pytest.mark.slow
 def test_engines_make_room_for_adapters_of_every_rank_that_is_not_refused() -> None:
     from vllm.config.lora import MaxLoRARanks
