@@ -1,7 +1,7 @@
 """The examples with small datasets train, by the commands in their READMEs, on what is theirs.
 
 Cut to two steps of few answers, after a warm start that teaches hardly more than the form of an answer, over the deterministic engine,
-which boots faster. Four runs take a minute of one core, 85 s in all where nothing else runs.
+which boots faster, in one Ray. A run takes some 10 s of a core.
 """
 
 import json
@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_async.data.dataset import load_sources
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import Prompt
+from tests.cpu.conftest import local_ray
 from tests.cpu.forked_workers import forking_workers
 from tests.cpu.test_main import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENTS = {"gsm8k": "gsm8k", "dapo": "math", "multi_turn_tools": "calculator", "lora": "gsm8k"}
@@ -47,10 +49,10 @@ CUT = (*SMALL, "trainer.deterministic=true", "trainer.max_staleness_steps=1")
 
 
 @pytest.fixture(scope="module")
-def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The files of tests/chaos, which may come next, have workers that Ray starts."""
-    with forking_workers(tmp_path_factory.mktemp("workers")):
-        yield
+def joined_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What makes a run join a Ray with forked workers; the files of tests/chaos, which may come next, have a Ray of their own."""
+    with forking_workers(tmp_path_factory.mktemp("workers")), local_ray():
+        yield f"placement.ray_address={ray.get_runtime_context().gcs_address}"
 
 
 def commands_of(name: str) -> list[list[str]]:
@@ -75,9 +77,11 @@ def reward_of(row: dict[str, Any], prompt: Prompt, tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(name: str, tmp_path: Path) -> None:
+def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(
+    name: str, joined_ray: str, tmp_path: Path
+) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    outcome = run(*commands_of(name)[0], *CUT, cwd=tmp_path)
+    outcome = run(*commands_of(name)[0], *CUT, joined_ray, cwd=tmp_path)
     assert outcome.code == 0, outcome.stderr
 
     out = tmp_path / "out"
@@ -103,29 +107,32 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(n
             assert all(row["shaped_reward"] <= row["reward"] for row in group["rows"])
 
 
-def trained_by(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+def trained_by(command: list[str], joined_ray: str, tmp_path: Path) -> list[dict[str, Any]]:
     """The steps of a command, cut short."""
-    outcome = run(*command, *SMALL, cwd=tmp_path)
+    starts_ray = any(word.startswith("placement.num_cpu_slots=") for word in command)  # of so many slots
+    outcome = run(*command, *SMALL, *([] if starts_ray else [joined_ray]), cwd=tmp_path)
     assert outcome.code == 0, outcome.stderr
     steps = [row for row in read_rows(tmp_path / "out" / "metrics.jsonl") if "policy/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
     return steps
 
 
-def test_the_command_of_one_step_off_trains_each_batch_a_step_after_it_was_admitted(tmp_path: Path) -> None:
+def test_the_command_of_one_step_off_trains_each_batch_a_step_after_it_was_admitted(
+    joined_ray: str, tmp_path: Path
+) -> None:
     _, one_step_off, _ = commands_of("one_step_off")
     assert one_step_off[0] == "trainer.schedule=one_step_off"
-    steps = trained_by(one_step_off, tmp_path)
+    steps = trained_by(one_step_off, joined_ray, tmp_path)
     assert [step["async/staleness_max"] for step in steps] == [0, 1]
     assert all(step["async/num_aborts"] == 0 for step in steps)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_async_ref_logp_compute_the_reference_in_a_stage_of_its_own(
-    number: int, tmp_path: Path
+    number: int, joined_ray: str, tmp_path: Path
 ) -> None:
     command = commands_of("async_ref_logp")[number]
     assert "training.num_ref_workers=1" in command
-    steps = trained_by(command, tmp_path)
+    steps = trained_by(command, joined_ray, tmp_path)
     assert all("policy/ref_kl" in step for step in steps)
     assert sum(step["stage/ref_logp/items"] for step in steps) >= NUM_STEPS * 2, "the prompts of the steps"
