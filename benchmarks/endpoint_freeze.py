@@ -186,10 +186,8 @@ async def _longest_health(client: httpx.AsyncClient, is_over: asyncio.Event) -> 
     return longest
 
 
-async def measure(
-    served: FrontEnd, case: str, *, num_bodies: int, mib: float, seconds_alone: float = 2.0
-) -> dict[str, Any]:
-    """One row."""
+async def measure(served: FrontEnd, case: str, *, num_bodies: int, mib: float, settle_s: float = 2.0) -> dict[str, Any]:
+    """One row; the stream is alone for ``settle_s`` before the bodies, and memory is read so long after them."""
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
 
         async def key() -> str:
@@ -207,14 +205,14 @@ async def measure(
 
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, mp_context=_SPAWN) as sender:
-            _, gap_alone, _ = await watch(asyncio.sleep(seconds_alone))
+            _, gap_alone, _ = await watch(asyncio.sleep(settle_s))
             before = served.memory_mib("VmRSS")
             keys = [await key() for _ in range(0, num_bodies, _BODIES_PER_SESSION)]
             sending = loop.run_in_executor(sender, _send, served.url, keys, case, num_bodies, int(mib * 2**20))
             started = time.perf_counter()
             statuses, gap, health = await watch(sending)
             seconds = time.perf_counter() - started
-        await asyncio.sleep(2)
+        await asyncio.sleep(settle_s)
     return {
         "case": case,
         "bodies": num_bodies,

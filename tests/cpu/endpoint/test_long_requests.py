@@ -362,10 +362,10 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
 
 
 @pytest.mark.slow
-async def test_a_stream_goes_on_beside_huge_bodies() -> None:
-    """The bound is generous: machines are shared. Tokenizing one of these bodies takes seconds."""
+async def test_a_stream_goes_on_beside_a_huge_body() -> None:
+    """The bound is generous: machines are shared. Tokenizing this body takes seconds."""
     with front_end(512) as served:
-        row = await measure(served, "prompt", num_bodies=2, mib=4, seconds_alone=0.5)
-    assert set(row["statuses"]) <= {400, 401} and sum(row["statuses"].values()) == 2
+        row = await measure(served, "prompt", num_bodies=1, mib=4, settle_s=0.5)
+    assert row["statuses"] in ({400: 1}, {401: 1})
     assert row["longest_gap_s"] < 2 and row["longest_health_s"] < 2
     assert row["rss_after_mib"] < row["rss_before_mib"] + 300

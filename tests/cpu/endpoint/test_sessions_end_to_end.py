@@ -90,15 +90,15 @@ class System:
         return self.front_ends[0].url
 
     @contextlib.asynccontextmanager
-    async def storm(self) -> AsyncIterator[list[int]]:
-        """Publish one version after the other while the block runs; yields those published."""
-        published: list[int] = []
+    async def storm(self) -> AsyncIterator[asyncio.Condition]:
+        """Publish one version after the other while the block runs; yields what tells of each."""
+        published = asyncio.Condition()
 
         async def publish() -> None:
             while True:
-                version = next(_versions)
-                await self.publisher.publish(version)
-                published.append(version)
+                await self.publisher.publish(next(_versions))
+                async with published:
+                    published.notify_all()
 
         async with asyncio.TaskGroup() as group:
             publishing = group.create_task(publish(), name="storm")
@@ -154,11 +154,17 @@ async def system(tmp_path_factory: pytest.TempPathFactory, ray_session: None) ->
         publisher.close()
 
 
-async def converse(client: AsyncOpenAI, *, is_streamed: bool) -> list[Any]:
-    """Ten turns, every other one a forced call of a tool; the choices with their exact ids."""
+async def converse(client: AsyncOpenAI, *, is_streamed: bool, published: asyncio.Condition | None = None) -> list[Any]:
+    """Ten turns, every other one a forced call of a tool; the choices with their exact ids.
+
+    With ``published``, three of them come after one more version: engines may answer faster than versions are made.
+    """
     messages: list[Any] = [QUESTION]
     turns = []
     for i in range(NUM_TURNS):
+        if published is not None and i % 3 == 2:
+            async with published:
+                await published.wait()
         asked: dict[str, Any] = {
             "model": "policy",
             "messages": messages,
@@ -226,10 +232,9 @@ async def test_ten_turns_with_tools_are_one_exact_row_under_a_storm_of_updates(
     async with SessionPool(urls, CONTROLLER_KEY) as pool, pool.session(sampling=SAMPLING) as session:
         client = AsyncOpenAI(base_url=f"{system.url}/v1", api_key=session.api_key, max_retries=0)
         async with system.storm() as published:
-            turns = await converse(client, is_streamed=is_streamed)
+            turns = await converse(client, is_streamed=is_streamed, published=published)
         await client.close()
         (row,) = await session.finish(1.0)
-    assert len(published) >= 3
     assert [turn["finish"] == "tool_calls" for turn in turns[::2]] == [True] * (NUM_TURNS // 2)
     assert row.num_turns == NUM_TURNS and row.weight == 1.0
     assert_is_exactly(row, turns)
