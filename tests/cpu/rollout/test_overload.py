@@ -9,10 +9,7 @@ import cProfile
 import gc
 import multiprocessing
 import pstats
-import random
-import tracemalloc
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +22,10 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.vllm.engine import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.rollout.generator import GroupRequest
-from skyrl_async.simulator.clock import VirtualTimeLoop
-from skyrl_async.simulator.models import ModelledGenerator, ModelledPolicy
-from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.types import Completion, FinishReason, PauseMode, SamplingParams, Trajectory, WeightUpdate
+from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.types import Completion, FinishReason, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.cpu.rollout.simulated_load import TimedGenerator, bytes_held, simulate
 from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update
 from tests.patience import PATIENCE_S
 
@@ -40,81 +35,6 @@ MAX_BYTES_PER_GROUP = 700
 """Of the peak. One finished group takes more than a thousand; the log of a step, which the simulator keeps, 470 per group."""
 NUM_REQUESTS = 1000
 NUM_HELD = 4300
-
-
-class CountingLoop(VirtualTimeLoop):
-    """Counts what it is asked to run: every wake-up of a task is one callback, and so is every timer."""
-
-    num_callbacks = 0
-
-    def call_soon(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
-        self.num_callbacks += 1
-        return super().call_soon(*args, **kwargs)
-
-    def call_at(self, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
-        self.num_callbacks += 1
-        return super().call_at(*args, **kwargs)
-
-
-class TimedGenerator:
-    """Plays a group in some virtual seconds, without engines: what is left is the control plane."""
-
-    def __init__(self, client: InferenceEngineClient) -> None:
-        pass
-
-    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        await asyncio.sleep(random.Random(request.seed).random())
-        answer = Trajectory(
-            prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-1.0,), versions=(0,), reward=1.0
-        )
-        return (answer,) * request.num_samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A simulated run that has ended."""
-
-    simulation: Simulation
-    num_callbacks: int
-
-
-def simulate(
-    num_workers: int,
-    num_groups: int,
-    *,
-    num_prompts: int | None = None,
-    sigma: float = 0.8,
-    generator_over: Callable[[InferenceEngineClient], Any] = ModelledGenerator,
-) -> Run:
-    """Train on so many groups, two mini-batches of them in flight, in one epoch unless there are fewer prompts."""
-    settings = SimulationSettings(
-        mini_batch_size=num_workers // 2,
-        max_staleness_steps=2,
-        num_workers=num_workers,
-        num_steps=num_groups // (num_workers // 2),
-        num_prompts=num_prompts or num_groups,
-        group_size=1,
-        mean_tokens=8,
-        sigma=sigma,
-        pause_mode=PauseMode.KEEP,
-    )
-
-    async def main() -> Simulation:
-        simulation = Simulation(settings, generator_over=generator_over)
-        simulation.policy.steps = deque([[]], maxlen=1)  # it would remember every group
-        await simulation.trainer.run()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return simulation
-
-    with asyncio.Runner(loop_factory=CountingLoop) as runner:
-        simulation = runner.run(main())
-        loop = runner.get_loop()
-    assert isinstance(loop, CountingLoop)
-    totals = simulation.trainer.totals
-    assert (totals.trained_groups, totals.groups_over_bound) == (num_groups, 0)
-    assert simulation.staleness.num_running == len(simulation.buffer) == 0
-    assert simulation.client.statistics()["running_requests"] == 0
-    return Run(simulation=simulation, num_callbacks=loop.num_callbacks)
 
 
 @pytest.fixture
@@ -148,18 +68,6 @@ def test_what_is_computed_for_a_group_does_not_grow_with_the_groups_in_flight(no
 
     calls_per_group(10)  # what is imported and compiled once
     assert calls_per_group(300) <= 1.1 * calls_per_group(30)
-
-
-def bytes_held(num_groups: int) -> tuple[int, int]:
-    """By a run, at most and in the end."""
-    gc.collect()
-    tracemalloc.start()
-    run = simulate(40, num_groups, num_prompts=200, sigma=0.0)
-    run.simulation.logged.clear()
-    gc.collect()
-    now, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return most, now
 
 
 @pytest.mark.slow

@@ -411,9 +411,7 @@ def test_the_configuration_s_key_changes_weights_between_batches(is_deterministi
     ("max_staleness_steps", "job"),
     [
         pytest.param(0, STOPPED, marks=pytest.mark.slow),
-        pytest.param(1, STOPPED, marks=pytest.mark.slow),
         pytest.param(2, STOPPED, marks=pytest.mark.slow),
-        pytest.param(3, STOPPED, marks=pytest.mark.slow),
         pytest.param(2, DIALOGUE, marks=pytest.mark.slow),
         pytest.param(
             2, replace(STOPPED, publishes_between_batches=True), marks=pytest.mark.slow, id="2-between-batches"
