@@ -1,6 +1,7 @@
-"""A fleet of real engines: vLLM on CPU in Ray actors, one killed and one stopped under load."""
+"""Real engines, vLLM on CPU in Ray actors: one killed and one stopped under load, one killed in the midst of its load of weights."""
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.errors import EngineDeadError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, start_ray_engines
 from skyrl_async.inference.fleet import Fleet
@@ -19,7 +21,8 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
-from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_update, wait_for_blocks
+from tests.chaos.halting import HALT
+from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_request, make_update, wait_for_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,6 +30,7 @@ GREEDY = SamplingParams(max_tokens=MAX_MODEL_LEN - 50, temperature=0.0, ignore_e
 ENGINES = EngineConfig(
     heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, max_restarts=3, restart_backoff_s=0.1, no_engine_timeout_s=300.0
 )
+HALTING = {"worker_extension_cls": "tests.chaos.halting.HaltingExtension"}
 
 
 class NoText:
@@ -34,15 +38,16 @@ class NoText:
         return ""
 
 
-class Unchanging(ModelledPolicy):
-    """Sends the same weights as each version."""
+class OfFiles(ModelledPolicy):
+    """Its versions are policies on disk, each sent in one file."""
 
-    def __init__(self, policy_dir: Path) -> None:
+    def __init__(self, versions: dict[int, Path]) -> None:
         super().__init__()
-        self._policy_dir = policy_dir
+        self._versions = versions
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
-        return make_update(self._policy_dir, directory, version)
+        directory.parent.mkdir(exist_ok=True)
+        return make_update(self._versions[version], directory, version)
 
 
 class Running:
@@ -82,14 +87,13 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     async def start_one(name: str) -> InferenceEngine:
         return (await start(name))[0]
 
-    (tmp_path / "buckets").mkdir()
     engines = await start("engine-0", "engine-1")
     client = InferenceEngineClient(
         engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN, carries_tokens=True, engine_wait_s=None
     )
     publisher = WeightPublisher(
         client=client,
-        policy=Unchanging(policy_dir),
+        policy=OfFiles(dict.fromkeys((1, 2, 3), policy_dir)),
         directory=tmp_path / "buckets",
         bucket_bytes=1,
         pause_mode=PauseMode.ABORT,
@@ -102,7 +106,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     publisher.close()
 
 
-@pytest.mark.usefixtures("ray_session")
+@pytest.mark.usefixtures("ray_of_forks")
 async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_current_version(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.publisher.publish(1)
@@ -144,3 +148,50 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
         assert now["aborts_total"] - counts["aborts_total"] == 6, "each of its requests went on in the other"
         assert now["engine_failures_total"] == counts["engine_failures_total"] == 2
         assert now["abandoned_tokens_total"] == 0
+
+
+@pytest.mark.usefixtures("ray_of_forks")
+async def test_contract_6_an_engine_killed_with_half_of_a_version_loaded_serves_nobody_and_costs_no_answer(
+    tmp_path: Path,
+) -> None:
+    first, second = (make_policy(tmp_path / f"policy-{seed}", seed=seed, is_tied=False) for seed in (0, 1))
+    configs = [
+        VLLMEngineConfig(name=f"engine-{i}", policy_dir=str(first), extra_args=extra)
+        for i, extra in enumerate([HALTING, {}])
+    ]
+    victim, other = await start_ray_engines(configs, log_dir=tmp_path / "logs")
+    client = InferenceEngineClient(
+        [victim, other], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN, carries_tokens=True
+    )
+    publisher = WeightPublisher(
+        client=client,
+        policy=OfFiles({1: first, 2: second}),
+        directory=tmp_path / "buckets",
+        bucket_bytes=1,
+        load_bucket_bytes=1,
+        pause_mode=PauseMode.ABORT,
+        trace=Trace(None, asyncio.get_running_loop().time),
+    )
+    await publisher.publish(1)
+    of_the_first = await other.checksum()
+    assert await victim.checksum() == of_the_first
+    core = psutil.Process((await victim.statistics())["core_process_id"])
+
+    os.mkfifo(tmp_path / "buckets" / HALT)
+    async with asyncio.TaskGroup() as tasks:
+        answering = [tasks.create_task(client.generate_tokens(prompt, GREEDY)) for prompt in PROMPTS * 2]
+        await wait_for_blocks(victim, 8)
+        publishing = tasks.create_task(publisher.publish(2))
+        said = await asyncio.to_thread((tmp_path / "buckets" / HALT).read_text)
+        assert said == "one bucket is loaded" and not publishing.done()
+        core.kill()
+    assert publishing.result().version == 2
+    assert client.engines == (other,) and client.statistics()["engine_failures_total"] == 1
+    assert await other.version() == 2 and await other.checksum() != of_the_first
+    for answer in (task.result() for task in answering):
+        assert len(answer.token_ids) == GREEDY.max_tokens
+        assert list(answer.versions) == sorted(answer.versions) and set(answer.versions) <= {1, 2}
+    with pytest.raises(EngineDeadError):
+        await victim.generate(make_request("late"))
+    publisher.close()
+    await other.close()
