@@ -30,7 +30,6 @@ from benchmarks.report import arguments, conditions, report
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.tasks.lagged_fibonacci import LaggedFibonacciTask
-from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
 _CONTROLLER_KEY = "controller"
@@ -120,6 +119,8 @@ class FrontEnd:
 @contextlib.contextmanager
 def front_end(max_model_len: int) -> Iterator[FrontEnd]:
     """A front end for as long as the block lasts."""
+    from skyrl_async.tasks.tiny_policy import task_tokenizer  # torch, which the two processes do without
+
     with tempfile.TemporaryDirectory() as directory:
         task_tokenizer(LaggedFibonacciTask()).save_pretrained(directory)
         here, there = _SPAWN.Pipe()
