@@ -14,15 +14,29 @@ settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True
 settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 
 
-WITH_TWO_RANKS = ("test_training_ranks.py", "test_two_ranks.py", "test_bad_step.py")
+WITH_FORKED_WORKERS = (
+    "test_bad_step.py",
+    "test_equal_runs.py",
+    "test_main.py",
+    "test_overload.py",
+    "test_own_algorithms.py",
+    "test_policy_workers.py",
+    "test_ray_cluster.py",
+    "test_ray_engine.py",
+    "test_server_process.py",
+    "test_sessions_end_to_end.py",
+    "test_training_ranks.py",
+    "test_two_ranks.py",
+)
+"""A third of all CPU time of tests/cpu; a second server of workers and a second Ray would add some 10 s."""
 
 
 class _FilesTogether(LoadFileScheduling):
-    """The tests of a file go to one process, and all that need two ranks to the one that has started them."""
+    """The tests of a file go to one process, and all that need forked workers to the one that has started them."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "two ranks" if file.endswith(WITH_TWO_RANKS) else file
+        return "forked workers" if file.endswith(WITH_FORKED_WORKERS) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
@@ -40,4 +54,4 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, or one process would be left with them at the end."""
     num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
+    items.sort(key=lambda item: (item.path.name not in WITH_FORKED_WORKERS, -num_slow[item.path]))
