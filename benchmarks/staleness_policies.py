@@ -183,7 +183,7 @@ class VerlBuffer(GroupBuffer):
         if self._num_left or self._is_closed:
             return super().can_give(is_allowed)
         staleness = self.simulation.staleness
-        oldest = next(iter(staleness._running.values()), None)
+        oldest = next((group for index, group in staleness._open.items() if index in staleness._running), None)
         is_late = oldest is not None and staleness.trained_version - oldest.scheduled_version >= self.bound
         return not is_late and len(self) >= staleness.mini_batch_size
 
