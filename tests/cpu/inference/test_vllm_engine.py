@@ -384,8 +384,9 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
     async def collect(request: EngineRequest) -> list[EngineOutput]:
         return [block async for block in engine_0.stream(request)]
 
-    whole = [make_request(f"w{i}", prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
-    streamed = [make_request(f"s{i}", prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    num_tokens = 300  # many are left when a busy machine gets to ask
+    whole = [make_request(f"w{i}", prompt, max_tokens=num_tokens) for i, prompt in enumerate(PROMPTS)]
+    streamed = [make_request(f"s{i}", prompt, max_tokens=num_tokens) for i, prompt in enumerate(PROMPTS)]
     before = await generate_all(engine_0, whole)
     async with asyncio.TaskGroup() as group:
         generates = [group.create_task(engine_0.generate(request)) for request in whole]
@@ -399,19 +400,19 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
     for request, output in zip(whole + streamed, results, strict=True):
         known = held[request.request_id]
         n = len(known.token_ids)
-        assert known.finish_reason is None and 0 < n < 150
+        assert known.finish_reason is None and 0 < n < num_tokens
         assert known.token_ids.tolist() == output.token_ids[:n].tolist()
         assert known.logprobs.tolist() == output.logprobs[:n].tolist()
         assert known.versions == output.versions[:n] and set(known.versions) == {0, 3}
     for stream in streams:
         assert all(block.finish_reason is None for block in stream.result()[:-1])
     for output, request, old in zip(results, whole + streamed, before + before, strict=True):
-        assert len(output.token_ids) == len(output.versions) == 150
+        assert len(output.token_ids) == len(output.versions) == num_tokens
         num_old = tuple(output.versions).count(0)
-        assert 0 < num_old < 150 and tuple(output.versions) == (0,) * num_old + (3,) * (150 - num_old)
+        assert 0 < num_old < num_tokens and tuple(output.versions) == (0,) * num_old + (3,) * (num_tokens - num_old)
         assert output.token_ids[:num_old].tolist() == old.token_ids[:num_old].tolist()
         prompt = follow(request.prompt_token_ids, head_of(output, num_old))
-        continued = make_request("c", prompt, max_tokens=150 - num_old)
+        continued = make_request("c", prompt, max_tokens=num_tokens - num_old)
         assert output.token_ids[num_old:].tolist() == (await fresh_engine_1.generate(continued)).token_ids.tolist()
 
 
