@@ -37,7 +37,7 @@ from skyrl_async.inference.text import CompletionText, Tokenizer
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration, record_cut_off, record_tokens
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import report_engine
-from skyrl_async.runtime.tasks import run_together
+from skyrl_async.runtime.tasks import Turns, run_together
 from skyrl_async.types import (
     Completion,
     CompletionDelta,
@@ -51,8 +51,6 @@ from skyrl_async.types import (
 logger = logging.getLogger(__name__)
 
 _client_ids = itertools.count()
-_MAX_PER_TURN = 16
-"""Calls that begin in one turn of the event loop; each takes some .3 ms."""
 CARRIED_BLOCK_TOKENS = 1024
 """Most tokens of a generation that an engine's death costs, if nobody reads it in blocks."""
 
@@ -95,7 +93,7 @@ class InferenceEngineClient:
         self._tracked: set[GenerationState] = set()
         """The running generations that a checkpoint reads."""
         self.policy_version = 0
-        self._turns = asyncio.Semaphore(_MAX_PER_TURN)
+        self._turns = Turns()
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
     @property
@@ -278,7 +276,7 @@ class InferenceEngineClient:
 
         try:
             state.add(begin)
-            await self._turn()
+            await self._turns.next()
             if len(begin.token_ids):
                 yield _until_stop_string(begin, state, text)
             async with aclosing(call_until_end(request, state, call)) as blocks:
@@ -313,17 +311,12 @@ class InferenceEngineClient:
                             return
                         self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
                         if block.finish_reason is FinishReason.ABORT:
-                            await self._turn()  # still in its slot, so that the placement knows it
+                            await self._turns.next()  # still in its slot, so that the placement knows it
                         yield block
             except EngineDeadError as error:
                 self.drop_engine(slot.engine, error)
-        await self._turn()
+        await self._turns.next()
         yield EngineOutput(finish_reason=FinishReason.ABORT)
-
-    async def _turn(self) -> None:
-        """Wait for a turn of the event loop in which few others go on: thousands may begin or be aborted at once, and would stop it."""
-        async with self._turns:
-            await asyncio.sleep(0)
 
 
 def _until_stop_string(block: EngineOutput, state: GenerationState, text: CompletionText) -> EngineOutput:

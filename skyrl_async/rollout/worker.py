@@ -34,6 +34,7 @@ from skyrl_async.rollout.sampler import GenerationClient, TokenUsage, recording_
 from skyrl_async.rollout.staleness import STALENESS_POLICIES, Admission, _AsyncStalenessManager
 from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stages import StageBoard
+from skyrl_async.runtime.tasks import Turns
 from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams
 
@@ -95,6 +96,7 @@ class GenerationWorkers:
         self._retrier = RolloutRetrier(self.generator, settings, self.client.deadlines)
         self._num_samples = settings.n_samples_per_prompt
         self._sampling = from_section(SamplingParams, settings.sampling)
+        self._turns = Turns()
         self._failures = FailureWatch(settings.max_failed_fraction)
         self.finished_groups = FinishedGroupFilter(self.dataloader, self.staleness, self.buffer, self.config)
 
@@ -280,6 +282,7 @@ class GenerationWorkers:
                 board.stage("rollout").lane() as rollout,
             ):
                 rollout.wait_for_input()
+                await self._turns.next()
                 try:
                     with generate.processing(uid), recording_tokens_to(group.token_usage):
                         result = await self.generate(group.admission, group.prompt, group.sample_states)

@@ -238,6 +238,7 @@ class ModelledEngine:
         """Requests in flight end, aborted."""
         self._cut_off.check()
         self._abort([c for c in self._calls if request_ids is None or c.request.request_id in request_ids])
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         """End the engine."""

@@ -9,7 +9,7 @@ cancellation waiting. Where updates come from, and engines that join meanwhile, 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,9 @@ from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import PauseMode, WeightUpdate
 
 logger = logging.getLogger(__name__)
+
+_MAX_EVICTED_AT_ONCE = 256
+"""Requests, of all engines together, whose last tokens come at once: the event loop does nothing else meanwhile."""
 
 EngineCall = Callable[[InferenceEngine], Coroutine[Any, Any, Any]]
 Engines = list[InferenceEngine]
@@ -171,9 +174,10 @@ class EngineWeightUpdater:
     async def _rearrange(self, engines: Engines) -> None:
         """Move requests to the engines where they belong: their keys and values are computed anew in any case."""
         leaving = self.client.pool.rearrange()
+        at_once = max(1, _MAX_EVICTED_AT_ONCE // max(1, len(engines)))
 
         async def evict(engine: InferenceEngine) -> None:
-            if request_ids := leaving.get(engine.name):
+            for request_ids in _parts(leaving.get(engine.name, ()), at_once):
                 await engine.evict(request_ids)
 
         await self._on_each("evict", evict, engines)
@@ -238,3 +242,7 @@ def _is_being_cancelled() -> bool:
 def what_serves(version: int | None) -> str:
     """What engines serve after a failed publish, as text for its error."""
     return "the run cannot begin" if version is None else f"every engine still serves version {version}"
+
+
+def _parts(items: Sequence[str], length: int) -> Iterator[Sequence[str]]:
+    return (items[begin : begin + length] for begin in range(0, len(items), length))
