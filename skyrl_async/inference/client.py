@@ -12,7 +12,6 @@ Groups, staleness and training are unknown here. The client does not pause engin
 (the trainer's, the endpoint's) can share engines without coordination.
 """
 
-import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from skyrl_async.samples import Sample, live_samples_of, rewarded_samples_of, samples_of
+from skyrl_async.samples import Sample, samples_of
 from skyrl_async.types import Group
 
 _OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
@@ -117,21 +117,26 @@ class StepFigures:
         """Policy versions between sampling and training -> trained tokens."""
         of_version: Counter[int] = Counter()
         for row in (t for group in self.groups for t in group.trajectories):
-            for (_, begin), (version, end) in pairwise(((0, 0), *row.versions.spans)):
+            spans = row.versions.spans
+            if len(spans) == 1:
+                of_version[spans[0][0]] += row.num_sampled_tokens
+                continue
+            for (_, begin), (version, end) in pairwise(((0, 0), *spans)):
                 of_version[version] += int(np.count_nonzero(row.loss_mask[begin:end]))
         return Counter({self.trained_version - version: num for version, num in of_version.items() if num})
 
     def values(self) -> dict[str, float]:
         """Return all figures of the step by metric name."""
         rows = [t for group in self.groups for t in group.trajectories]
-        rewarded = [sample for group in self.groups for sample in rewarded_samples_of(group.trajectories)]
+        samples_of_groups = [samples_of(group.trajectories) for group in self.groups]
+        samples = [sample for of_group in samples_of_groups for sample in of_group]
+        rewarded = [sample for sample in samples if not sample.is_abandoned]
         live = [sample for sample in rewarded if not sample.is_overlong]
-        num_samples = sum(len(samples_of(group.trajectories)) for group in self.groups)
         lags, staleness = self.token_lags, self.staleness
         values = {
             "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
             "reward/shaped_mean": sum(s.shaped_reward for s in live) / max(1, len(live)),
-            "reward/zero_variance_frac": sum(_is_uniform(g) for g in self.groups) / len(self.groups),
+            "reward/zero_variance_frac": sum(map(_is_uniform, samples_of_groups)) / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
             "async/over_bound_frac": self.num_over_bound / len(staleness),
@@ -145,12 +150,12 @@ class StepFigures:
             "generate/truncated_frac": sum(s.is_truncated for s in rewarded) / max(1, len(rewarded)),
             "generate/overlong_frac": sum(s.is_overlong for s in rewarded) / max(1, len(rewarded)),
             "generate/turns_mean": sum(s.num_turns for s in live) / max(1, len(live)),
-            "generate/abandoned_frac": 1 - len(rewarded) / num_samples,
-            "generate/rows_mean": len(rows) / num_samples,
+            "generate/abandoned_frac": 1 - len(rewarded) / len(samples),
+            "generate/rows_mean": len(rows) / len(samples),
             "timing/generate_group_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),
         }
-        values |= _own_figures([sample for group in self.groups for sample in samples_of(group.trajectories)])
+        values |= _own_figures(samples)
         for name, value in self.sums.items():
             if name == "loss_sum":
                 values["policy/loss"] = value / (self.loss_denominator or 1.0)
@@ -181,8 +186,9 @@ def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def _is_uniform(group: Group) -> bool:
-    return len({sample.reward for sample in live_samples_of(group.trajectories)}) <= 1
+def _is_uniform(samples: Sequence[Sample]) -> bool:
+    """Whether the rewards of a group's trained samples are equal."""
+    return len({sample.reward for sample in samples if not (sample.is_abandoned or sample.is_overlong)}) <= 1
 
 
 def effective_shares(sums: Mapping[str, float]) -> dict[str, float]:

@@ -250,6 +250,7 @@ class GenerationWorkers:
         """
         with self._stopping_all_on_failure(), self.board.stage("dataloader").lane() as lane:
             while True:
+                await self._turns.next()
                 lane.wait_for_input()
                 lane.process("prompt")
                 lane.wait_for_output()
