@@ -12,4 +12,4 @@ def collect_rarely() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 2_000)
+    gc.set_threshold(2_000, 5, 10_000)
