@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 
@@ -19,7 +20,7 @@ from skyrl_async.inference.placement import Placement, PlacementSettings, Sessio
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import Simulation, SimulationSettings
+from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
@@ -374,5 +375,40 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
             ]
         assert all(call.result().token_ids.tolist() == [i % 100 for i in range(400)] for call in calls)
         assert client.pool._placement._weights == {"e2": pytest.approx(0)}
+
+    run_in_virtual_time(main())
+
+
+def test_requests_that_move_leave_their_engines_some_at_a_time() -> None:
+    """The last tokens of thousands at once would stop the event loop."""
+    num_leaving = list[int]()
+
+    class Noting(ModelledEngine):
+        async def evict(self, request_ids: Collection[str] | None = None) -> None:
+            num_leaving.append(len(request_ids or ()))
+            await super().evict(request_ids)
+
+    async def main() -> None:
+        engines = [Noting(name, num_tokens_of=lambda prompt, seed: 200, half_speed_requests=1e9) for name in ENGINES]
+        client = InferenceEngineClient(
+            engines,
+            tokenizer=NoText(),
+            max_model_len=1000,
+            placement=PlacementSettings(oldest_weight=8.0, oldest_age=8),
+        )
+        updater = EngineWeightUpdater(
+            client=client,
+            pause_mode=PauseMode.KEEP,
+            trace=Trace(None, lambda: 0.0),
+            clock=asyncio.get_running_loop().time,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(900):
+                tasks.create_task(client.generate_tokens((i,), SamplingParams(max_tokens=500), priority=i // 100))
+            await asyncio.sleep(1.0)
+            update = WeightUpdate(version=1, path="", manifest={}, num_bytes=0)
+            async with updater.loaded(list(engines), update, None, None):
+                pass
+        assert sum(num_leaving) > 300 and max(num_leaving) <= 256 // len(engines)
 
     run_in_virtual_time(main())
