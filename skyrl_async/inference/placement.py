@@ -116,11 +116,15 @@ class Placement:
         if self._settings is None or priority > self._newest_at_update:
             return 1.0
         age = min(1.0, (self._expected - priority) / self._settings.oldest_age)
-        return float(self._settings.oldest_weight**age)
+        return round(self._settings.oldest_weight**age, 6)
 
     def load(self, engine: str) -> float:
-        """Weight of the requests in an engine, rounded so that equal sums compare equal."""
-        return round(self._weights.get(engine, 0.0), 6)
+        """Weight of the requests in an engine."""
+        return self._weights.get(engine, 0.0)
+
+    def _add(self, engine: str, weight: float) -> None:
+        """Add to an engine's weight, rounded as weights are, so that equal sums compare equal."""
+        self._weights[engine] = round(self.load(engine) + weight, 6)
 
     def choose(self, engines: Collection[str], generation_id: str, session_id: str | None, now: float) -> str:
         """The engine of a generation's next call, out of at least one; also its session's from then on."""
@@ -129,7 +133,7 @@ class Placement:
         if engine not in engines:
             engine = session_engine
         if engine is None or engine not in engines:
-            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in[one]))
+            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in.get(one, 0)))
         if session_id is not None:
             self.sessions.remember(session_id, engine, now)
         return engine
@@ -139,13 +143,13 @@ class Placement:
         self._newest = max(self._newest, call.priority)
         running = _Running(call, engine, self.weight_of(call.priority))
         self._running[generation_id] = running
-        self._weights[engine] = self._weights.get(engine, 0.0) + running.weight
+        self._add(engine, running.weight)
         self._num_started += call.num_sampled_tokens == 0
 
     def end(self, generation_id: str) -> None:
         """The generation has ended, or left its engine."""
         running = self._running.pop(generation_id)
-        self._weights[running.engine] -= running.weight
+        self._add(running.engine, -running.weight)
 
     def forget(self, engine: str) -> None:
         """The engine is gone, and its last request has ended."""
@@ -171,7 +175,7 @@ class Placement:
         for (generation_id, running), weight in zip(oldest_first, weights, strict=True):
             blocks[min(int(placed / share), len(engines) - 1)][generation_id] = running
             placed += weight
-            self._weights[running.engine] += weight - running.weight
+            self._add(running.engine, weight - running.weight)
             running.weight = weight
         leaving: dict[str, list[str]] = {}
         for target, block in zip(_engines_of(blocks, engines), blocks, strict=True):
