@@ -23,6 +23,7 @@ from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.chaos.halting import HALT
 from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_request, make_update, wait_for_blocks
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -115,11 +116,11 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
 
         killed, stopped = run.client.engines
         assert isinstance(killed, RayEngine) and isinstance(stopped, RayEngine)
-        pids = [(await engine.statistics())["process_id"] for engine in (killed, stopped)]
+        processes = [psutil.Process((await engine.statistics())["process_id"]) for engine in (killed, stopped)]
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(run.answers())
             await wait_for_blocks(killed, 8)
-            psutil.Process(pids[0]).send_signal(signal.SIGKILL)
+            processes[0].send_signal(signal.SIGKILL)
         assert answering.result() == undisturbed
         assert (await run.publisher.publish(2)).num_bytes > 0, "a publish goes on without the one that boots"
 
@@ -129,13 +130,13 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(run.answers())
             await wait_for_blocks(stopped, 8)
-            psutil.Process(pids[1]).send_signal(signal.SIGSTOP)
+            processes[1].send_signal(signal.SIGSTOP)
         assert answering.result() == undisturbed
         await run.publisher.publish(3)
         again = await run.until_serving("engine-1.1")
         assert (await again.version(), await again.checksum()) == (3, await restarted.checksum())
         assert await run.answers() == undisturbed
-        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
 
         counts = run.client.statistics()
         async with asyncio.TaskGroup() as tasks:
