@@ -37,6 +37,11 @@ class Sample:
         return self.rows[0].is_abandoned
 
     @property
+    def is_live(self) -> bool:
+        """Trained and part of the group's baseline: neither abandoned nor overlong."""
+        return not (self.is_abandoned or self.is_overlong)
+
+    @property
     def is_truncated(self) -> bool:
         return any(row.is_truncated for row in self.rows)
 
@@ -59,14 +64,9 @@ def samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
     return tuple(Sample(rows=tuple(of_sample)) for of_sample in rows.values())
 
 
-def rewarded_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
-    """The samples that were not abandoned."""
-    return tuple(sample for sample in samples_of(trajectories) if not sample.is_abandoned)
-
-
 def live_samples_of(trajectories: Sequence[Trajectory]) -> tuple[Sample, ...]:
-    """The samples that are trained and form the group's baseline: neither abandoned nor overlong."""
-    return tuple(sample for sample in rewarded_samples_of(trajectories) if not sample.is_overlong)
+    """The samples that are trained and form the group's baseline."""
+    return tuple(sample for sample in samples_of(trajectories) if sample.is_live)
 
 
 def per_row(trajectories: Sequence[Trajectory], of_samples: Iterable[tuple[Sample, T]], default: T) -> list[T]:

@@ -131,7 +131,7 @@ class StepFigures:
         samples_of_groups = [samples_of(group.trajectories) for group in self.groups]
         samples = [sample for of_group in samples_of_groups for sample in of_group]
         rewarded = [sample for sample in samples if not sample.is_abandoned]
-        live = [sample for sample in rewarded if not sample.is_overlong]
+        live = [sample for sample in samples if sample.is_live]
         lags, staleness = self.token_lags, self.staleness
         values = {
             "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
@@ -188,7 +188,7 @@ def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _is_uniform(samples: Sequence[Sample]) -> bool:
     """Whether the rewards of a group's trained samples are equal."""
-    return len({sample.reward for sample in samples if not (sample.is_abandoned or sample.is_overlong)}) <= 1
+    return len({sample.reward for sample in samples if sample.is_live}) <= 1
 
 
 def effective_shares(sums: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ cancellation waiting. Where updates come from, and engines that join meanwhile, 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -177,8 +177,9 @@ class EngineWeightUpdater:
         at_once = max(1, _MAX_EVICTED_AT_ONCE // max(1, len(engines)))
 
         async def evict(engine: InferenceEngine) -> None:
-            for request_ids in _parts(leaving.get(engine.name, ()), at_once):
-                await engine.evict(request_ids)
+            request_ids = leaving.get(engine.name, ())
+            for begin in range(0, len(request_ids), at_once):
+                await engine.evict(request_ids[begin : begin + at_once])
 
         await self._on_each("evict", evict, engines)
 
@@ -242,7 +243,3 @@ def _is_being_cancelled() -> bool:
 def what_serves(version: int | None) -> str:
     """What engines serve after a failed publish, as text for its error."""
     return "the run cannot begin" if version is None else f"every engine still serves version {version}"
-
-
-def _parts(items: Sequence[str], length: int) -> Iterator[Sequence[str]]:
-    return (items[begin : begin + length] for begin in range(0, len(items), length))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -33,6 +33,24 @@ def call(number: int, priority: int, **sampling: float) -> EngineRequest:
         prompt_token_ids=(1,),
         sampling=SamplingParams(max_tokens=9, **sampling),
         priority=priority,
+    )
+
+
+def client_of(engines: Sequence[ModelledEngine], oldest_weight: float) -> InferenceEngineClient:
+    return InferenceEngineClient(
+        engines,
+        tokenizer=NoText(),
+        max_model_len=1000,
+        placement=PlacementSettings(oldest_weight=oldest_weight, oldest_age=8),
+    )
+
+
+def updater_of(client: InferenceEngineClient) -> EngineWeightUpdater:
+    return EngineWeightUpdater(
+        client=client,
+        pause_mode=PauseMode.KEEP,
+        trace=Trace(None, lambda: 0.0),
+        clock=asyncio.get_running_loop().time,
     )
 
 
@@ -199,13 +217,7 @@ def test_a_generation_that_is_moved_keeps_its_tokens_and_their_versions(mode: Pa
         engines = [
             ModelledEngine(name, num_tokens_of=lambda prompt, seed: 200, half_speed_requests=1e9) for name in ENGINES
         ]
-        client = InferenceEngineClient(
-            engines,
-            tokenizer=None,
-            max_model_len=1000,
-            placement=PlacementSettings(oldest_weight=8.0, oldest_age=8),
-        )
-        client._tokenizer = type("NoText", (), {"decode": lambda self, ids, **_: ""})()
+        client = client_of(engines, oldest_weight=8.0)
 
         async def update() -> None:
             await asyncio.sleep(1.0)
@@ -331,23 +343,13 @@ def test_an_engine_that_joins_gets_its_share_at_the_next_update_and_one_that_was
         def engine(name: str) -> ModelledEngine:
             return ModelledEngine(name, num_tokens_of=lambda prompt, seed: 400, half_speed_requests=1e9)
 
-        client = InferenceEngineClient(
-            [engine("e0"), engine("e1")],
-            tokenizer=type("NoText", (), {"decode": lambda self, ids, **_: ""})(),
-            max_model_len=1000,
-            placement=PlacementSettings(oldest_weight=1.0, oldest_age=8),
-        )
-        switch = EngineWeightUpdater(
-            client=client,
-            pause_mode=PauseMode.KEEP,
-            trace=Trace(None, lambda: 0.0),
-            clock=asyncio.get_running_loop().time,
-        )
+        client = client_of([engine("e0"), engine("e1")], oldest_weight=1.0)
+        updater = updater_of(client)
 
         async def publish(version: int) -> dict[str, int]:
             """How many requests each engine has afterwards."""
             update = WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
-            async with switch.loaded(list(client.engines), update, None, None):
+            async with updater.loaded(list(client.engines), update, None, None):
                 pass
             await asyncio.sleep(0.01)
             return dict(Counter(one.engine for one in client.pool._placement._running.values()))
@@ -390,18 +392,8 @@ def test_requests_that_move_leave_their_engines_some_at_a_time() -> None:
 
     async def main() -> None:
         engines = [Noting(name, num_tokens_of=lambda prompt, seed: 200, half_speed_requests=1e9) for name in ENGINES]
-        client = InferenceEngineClient(
-            engines,
-            tokenizer=NoText(),
-            max_model_len=1000,
-            placement=PlacementSettings(oldest_weight=8.0, oldest_age=8),
-        )
-        updater = EngineWeightUpdater(
-            client=client,
-            pause_mode=PauseMode.KEEP,
-            trace=Trace(None, lambda: 0.0),
-            clock=asyncio.get_running_loop().time,
-        )
+        client = client_of(engines, oldest_weight=8.0)
+        updater = updater_of(client)
         async with asyncio.TaskGroup() as tasks:
             for i in range(900):
                 tasks.create_task(client.generate_tokens((i,), SamplingParams(max_tokens=500), priority=i // 100))

@@ -73,6 +73,16 @@ def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
     assert not core.is_running()
 
 
+def variable_at_boot(
+    monkeypatch: pytest.MonkeyPatch, config: VLLMEngineConfig, name: str, chosen: str | None
+) -> str | None:
+    """An environment variable as an engine boots with it. ``chosen``: by the user; None: not."""
+    environment = {} if chosen is None else {name: chosen}
+    monkeypatch.setattr(os, "environ", environment)
+    _set_environment(config)
+    return environment.get(name)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "expected"),
     [("cuda", "float32", "ieee"), ("cuda", "bfloat16", None), ("cpu", "float32", None)],
@@ -81,11 +91,8 @@ def test_products_of_float32_are_whole_on_a_gpu_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, expected: str | None
 ) -> None:
     config = VLLMEngineConfig(name="engine-0", policy_dir="", device=device, dtype=dtype)
-    for found in (expected, "tf32"):
-        environment = {} if found == expected else {"TRITON_F32_DEFAULT": "tf32"}
-        monkeypatch.setattr(os, "environ", environment)
-        _set_environment(config)
-        assert environment.get("TRITON_F32_DEFAULT") == found
+    assert variable_at_boot(monkeypatch, config, "TRITON_F32_DEFAULT", None) == expected
+    assert variable_at_boot(monkeypatch, config, "TRITON_F32_DEFAULT", "tf32") == "tf32"
 
 
 @pytest.mark.parametrize(
@@ -95,11 +102,8 @@ def test_nothing_is_compiled_on_a_cpu_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, device: str, enforce_eager: bool, expected: str | None
 ) -> None:
     config = VLLMEngineConfig(name="engine-0", policy_dir="", device=device, enforce_eager=enforce_eager)
-    for found in (expected, "0"):
-        environment = {} if found == expected else {"TORCHDYNAMO_DISABLE": "0"}
-        monkeypatch.setattr(os, "environ", environment)
-        _set_environment(config)
-        assert environment.get("TORCHDYNAMO_DISABLE") == found
+    assert variable_at_boot(monkeypatch, config, "TORCHDYNAMO_DISABLE", None) == expected
+    assert variable_at_boot(monkeypatch, config, "TORCHDYNAMO_DISABLE", "0") == "0"
 
 
 @pytest.mark.slow
