@@ -32,6 +32,8 @@ from skyrl_async.inference.client import CARRIED_BLOCK_TOKENS, InferenceEngineCl
 from skyrl_async.inference.engines.ray import RayEngine
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
 from skyrl_async.inference.generation import OpenCalls
+from skyrl_async.record.ended import EndedGroup
+from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.runtime.garbage import collect_rarely
@@ -145,26 +147,42 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
     )
 
 
+class Record(SampleRecord):
+    """The record of a run, which also keeps the groups of the last step."""
+
+    last: tuple[int, list[Group]] = (0, [])
+
+    def add(self, ended: EndedGroup) -> None:
+        super().add(ended)
+        if ended.step != self.last[0]:
+            self.last = (ended.step, [])
+        self.last[1].append(ended.group)
+
+
 async def simulate(settings: SimulationSettings, checkpoint_dir: Path | None) -> dict[str, float]:
     """CPU-seconds, tokens, longest stand-still, and bytes per token of the last step's groups."""
-    groups: Sequence[Group] = ()
+    with tempfile.TemporaryDirectory() as samples:
+        record = Record(Path(samples))
+        try:
+            return await _simulate(settings, checkpoint_dir, record)
+        finally:
+            record.close()
 
-    def keep(version: int, of_step: Sequence[Group]) -> None:
-        nonlocal groups
-        groups = of_step
 
+async def _simulate(settings: SimulationSettings, checkpoint_dir: Path | None, record: Record) -> dict[str, float]:
     simulation = Simulation(
         settings,
         checkpoint_dir=checkpoint_dir,
         max_checkpoints_to_keep=0,
         generator_over=Answers,
-        log_groups=keep,
+        record=record,
     )
     probe = Probe()
     async with probe.watching():
         begun = time.process_time()
         await simulation.run()
         cpu_s = time.process_time() - begun
+    groups = record.last[1]
     return {
         "tokens": float(sum(engine.num_sampled_tokens for engine in simulation.engines)),
         "cpu_s": cpu_s,

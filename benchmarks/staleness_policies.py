@@ -46,7 +46,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 from skyrl_async.types import Group, PauseMode, Trajectory
 
@@ -259,7 +259,7 @@ def measure(case: Case) -> dict[str, Any]:
 async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulation, KnowingGenerator, list[int]]:
     """Run it; also returns the staleness of every trained group."""
     generators: list[KnowingGenerator] = []
-    ages: list[int] = []
+    record = KeptGroups()
 
     def make_generator(client: InferenceEngineClient) -> KnowingGenerator:
         generators.append(KnowingGenerator(client, settings))
@@ -269,7 +269,7 @@ async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulatio
         settings,
         generator_over=make_generator,
         make_buffer=_BUFFERS.get(case.policy, GroupBuffer),
-        log_groups=lambda version, groups: ages.extend(version - group.scheduled_version for group in groups),
+        record=record,
     )
     if isinstance(simulation.buffer, TinkerBuffer | VerlBuffer):
         simulation.buffer.simulation, simulation.buffer.bound = simulation, case.staleness
@@ -279,6 +279,7 @@ async def _simulate(case: Case, settings: SimulationSettings) -> tuple[Simulatio
         await simulation.trainer.run()
     finally:
         gc.enable()
+    ages = [step - 1 - group.scheduled_version for step, group in record.trained]
     return simulation, generators[0], ages
 
 

@@ -22,11 +22,13 @@ from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.types import PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.chaos.halting import HALT
-from tests.engine_checks import MAX_MODEL_LEN, PROMPTS, make_policy, make_request, make_update, wait_for_blocks
+from tests.engine_checks import PROMPTS, make_policy, make_request, make_update, wait_for_blocks
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+MAX_MODEL_LEN = 2048
+"""Answers of some 5 s: a loop that gets no processor for half a second still acts in their midst."""
 GREEDY = SamplingParams(max_tokens=MAX_MODEL_LEN - 50, temperature=0.0, ignore_eos=True)
 ENGINES = EngineConfig(
     heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, max_restarts=3, restart_backoff_s=0.1, no_engine_timeout_s=300.0
@@ -63,6 +65,12 @@ class Running:
             played = [tasks.create_task(self.client.generate_tokens(prompt, GREEDY)) for prompt in prompts]
         return [task.result().token_ids.tolist() for task in played]
 
+    async def until_answering(self, engine: RayEngine) -> None:
+        """Return in the midst of the answers: all of their requests were sent, and ``engine`` has sampled for its share since."""
+        while self.client.statistics()["running_requests"] < 2 * len(PROMPTS):
+            await wait_for_blocks(engine, 1)
+        await wait_for_blocks(engine, 8)
+
     async def until_serving(self, name: str) -> RayEngine:
         async with asyncio.timeout(300):
             while True:
@@ -79,7 +87,7 @@ class Running:
 
 @asynccontextmanager
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False, max_model_len=MAX_MODEL_LEN)
 
     async def start(*names: str) -> list[RayEngine]:
         configs = [VLLMEngineConfig(name=name, policy_dir=str(policy_dir)) for name in names]
@@ -119,7 +127,7 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
         processes = [psutil.Process((await engine.statistics())["process_id"]) for engine in (killed, stopped)]
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(run.answers())
-            await wait_for_blocks(killed, 8)
+            await run.until_answering(killed)
             processes[0].send_signal(signal.SIGKILL)
         assert answering.result() == undisturbed
         assert (await run.publisher.publish(2)).num_bytes > 0, "a publish goes on without the one that boots"
@@ -129,7 +137,7 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
 
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(run.answers())
-            await wait_for_blocks(stopped, 8)
+            await run.until_answering(stopped)
             processes[1].send_signal(signal.SIGSTOP)
         assert answering.result() == undisturbed
         await run.publisher.publish(3)
@@ -141,7 +149,7 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
         counts = run.client.statistics()
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(run.answers())
-            await wait_for_blocks(restarted, 8)
+            await run.until_answering(restarted)
             await run.fleet.remove_engine("engine-0.1")
             assert not answering.done()
         assert answering.result() == undisturbed
@@ -155,7 +163,10 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
 async def test_contract_6_an_engine_killed_with_half_of_a_version_loaded_serves_nobody_and_costs_no_answer(
     tmp_path: Path,
 ) -> None:
-    first, second = (make_policy(tmp_path / f"policy-{seed}", seed=seed, is_tied=False) for seed in (0, 1))
+    first, second = (
+        make_policy(tmp_path / f"policy-{seed}", seed=seed, is_tied=False, max_model_len=MAX_MODEL_LEN)
+        for seed in (0, 1)
+    )
     configs = [
         VLLMEngineConfig(name=f"engine-{i}", policy_dir=str(first), extra_args=extra)
         for i, extra in enumerate([HALTING, {}])
