@@ -13,12 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.chat.turns import TurnSplitter
 from skyrl_async.checkpoint.checkpointer import Usable
 from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.parts import Parts, make_trainer
@@ -40,10 +41,11 @@ from skyrl_async.metrics.tracker import (
     RecordFile,
     Sink,
     Tracker,
-    TrainedGroupsLog,
     evaluated_steps,
     free_path,
 )
+from skyrl_async.record.files import DIRECTORY as SAMPLES
+from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.garbage import collect_rarely
 from skyrl_async.runtime.shutdown import Interruption, Phase
@@ -137,7 +139,7 @@ class _Run:
     _engine_lags: Callable[[], Mapping[str, Lag]] = dict
     _stalls: Sequence[str] = ()
     _training_began: float = 0.0
-    _records: list[RecordFile] = field(default_factory=list)
+    _records: list[RecordFile | SampleRecord] = field(default_factory=list)
     _failures: list[str] = field(default_factory=list)
     """One per thing after training that failed: none of it keeps the rest from being done."""
 
@@ -210,9 +212,9 @@ class _Run:
             stack.enter_context(self.interruption.attached())
             console = stack.enter_context(Console(config.logging.console, config.trainer.num_steps))
             tracker = stack.enter_context(closing(Tracker([*self._sinks(), console])))
-            trace_path = free_path(self.run_dir / "trace.json") if config.logging.trace else None
-            trace = stack.enter_context(closing(Trace(trace_path, time.monotonic)))
-            callbacks = self._callbacks(tracker, console, stack)
+            trace_dir = self.run_dir / "trace" if config.logging.trace else None
+            max_bytes = round(config.logging.trace_max_gb * 1e9)
+            trace = stack.enter_context(closing(Trace(trace_dir, time.monotonic, max_bytes)))
             console.message(f"run directory: {self.run_dir}")
             async with started_parts(
                 config,
@@ -224,6 +226,7 @@ class _Run:
                 stack=self._ending,
                 shutdown=shutdown,
             ) as parts:
+                callbacks = self._callbacks(tracker, console, parts, stack)
                 trainer = self._trainer = make_trainer(
                     config,
                     parts,
@@ -266,7 +269,7 @@ class _Run:
         stages = {stage.name: stage.where for stage in self._trainer.stages()}
         return {"stages": stages, "engines": engines} | ({"stuck": list(self._stalls)} if self._stalls else {})
 
-    def _callbacks(self, tracker: Tracker, console: Console, stack: ExitStack) -> TrainerCallbacks:
+    def _callbacks(self, tracker: Tracker, console: Console, parts: Parts, stack: ExitStack) -> TrainerCallbacks:
         def log(step: int, values: dict[str, float]) -> None:
             tracker.log(step, {"trainer/step": float(step), **values})
 
@@ -274,14 +277,16 @@ class _Run:
             self._stalls = lines
             console.stuck(lines)
 
-        callbacks, logging_config = TrainerCallbacks(log=log, show_stalls=show_stalls), self.config.logging
-        if not logging_config.trained_groups:
-            return callbacks
-        path, has_tokens = self.run_dir / "trained_groups.jsonl", logging_config.trained_tokens
-        groups_log = TrainedGroupsLog(path, self._resume_step, has_tokens=has_tokens)
-        self._records.append(groups_log)
-        stack.callback(groups_log.close)
-        return replace(callbacks, log_groups=groups_log.log)
+        samples, run_dir = self.config.trainer.samples, self.run_dir
+        record = SampleRecord(
+            free_path(run_dir / f"evaluation_{SAMPLES}") if self.config.trainer.eval_only else run_dir / SAMPLES,
+            turns_of=TurnSplitter(parts.renderer).turns if parts.renderer else None,
+            groups_with_text=samples.groups_with_text,
+            max_bytes=samples.max_gb * 1e9,
+        )
+        self._records.append(record)
+        stack.callback(record.close)
+        return TrainerCallbacks(log=log, show_stalls=show_stalls, record=record)
 
     async def _train(self, trainer: FullyAsyncTrainer, parts: Parts, console: Console) -> None:
         """Train to the end, and export the policy. Raises ``_Stopped`` when a stop was asked for before that end."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ class Recorder:
     """Called with (step, values)."""
     trace: Trace
     """Gets one span per timed part."""
-    log_groups: Callable[[int, Sequence[Group]], None]
-    """Called with (policy version trained at, groups) for each step."""
+    record: RecordsSamples
+    """Takes every group at its end."""
     generation_counts: Callable[[], Mapping[str, int]]
     """Returns the counts of generation so far (finished groups, tokens, ...), which only grow."""
     totals: RunTotals = field(default_factory=RunTotals, init=False)
@@ -45,6 +46,12 @@ class Recorder:
         with self.trace.span(name, track=track, step=figures.trained_version + 1):
             yield
         figures.add_seconds(name, loop.time() - started)
+
+    def record_step(self, trained_version: int, groups: Sequence[Group]) -> None:
+        """Record the groups of step ``trained_version + 1``, which were trained at policy ``trained_version``."""
+        for group in groups:
+            self.record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=trained_version + 1))
+        self.record.end_step()
 
     def count_generation(self) -> None:
         """Add the counts of generation since the last call to the totals."""

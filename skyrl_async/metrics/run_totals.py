@@ -14,7 +14,6 @@ from itertools import accumulate
 from statistics import median
 
 from skyrl_async.metrics.step import StepFigures
-from skyrl_async.samples import live_samples_of
 
 _MAX_PAUSES = 1000
 _FILTERED = "filtered/"
@@ -155,7 +154,7 @@ class RunTotals:
         self.steps += 1
         self.trained_groups += len(figures.groups)
         self.trained_tokens += figures.num_tokens
-        self.trained_trajectories += sum(len(live_samples_of(g.trajectories)) for g in figures.groups)
+        self.trained_trajectories += figures.num_live_samples
         self.staleness_sum += sum(figures.staleness)
         self.staleness_max = max(self.staleness_max, *figures.staleness)
         self.groups_over_bound += figures.num_over_bound

@@ -1,12 +1,12 @@
 """Draws the states of each stage over time as a picture, one row per stage.
 
-    python -m skyrl_async.metrics.stage_picture outputs/RUN/trace.json stages.png --begin 30 --end 35
+    python -m skyrl_async.metrics.stage_picture outputs/RUN stages.png --begin 30 --end 35
 
-The trace may be that of a run that is still going on, or was killed.
+The run may be still going on, or have been killed.
 """
 
 import argparse
-import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from skyrl_async.errors import ConfigError
+from skyrl_async.metrics.trace_parts import read_spans
 
 _COLORS = {"processing": "#3b6fb6", "waiting for output": "#e08a2e", "waiting for input": "#dfe3e8"}
 _CHARACTER_SHARE = 0.0062
@@ -35,41 +36,55 @@ class StageSpan:
     end: float
 
 
-def read_stages(trace: Path) -> list[StageSpan]:
-    """Return the spans of all stages in the order of time. Raises ``ConfigError`` if there are none."""
-    text = trace.read_text(encoding="utf-8").rstrip().rstrip("],").rstrip()
-    events = json.loads(text + "]") if text.startswith("[") and text != "[" else []
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+def read_stages(trace: Path, begin: float = 0.0, end: float = math.inf) -> list[StageSpan]:
+    """Return the spans of all stages that overlap a time, in the order of time. Raises ``ConfigError`` if there are none.
+
+    Args:
+        trace: directory of a run, its ``trace/``, or one part.
+        begin, end: seconds since the run's trace began.
+    """
     spans = [
         StageSpan(
-            stage=names[event["tid"]],
-            state=event["args"]["state"],
-            item=event["args"]["item"],
-            begin=event["ts"] / 1e6,
-            end=(event["ts"] + event["dur"]) / 1e6,
+            stage=span.track.removeprefix("stages/"),
+            state=span.name if "item" in span.args else "processing",
+            item=span.args.get("item", span.name),
+            begin=span.begin,
+            end=span.end,
         )
-        for event in events
-        if event["ph"] == "X" and "state" in event["args"]
+        for span in read_spans(trace, begin, end)
+        if span.track.startswith("stages/")
     ]
     if not spans:
-        raise ConfigError(f"{trace} holds no stages: expected the trace.json of a run")
+        last = max((span.end for span in read_spans(trace)), default=0.0)
+        found = (
+            f" from {begin:g} s to {end:g} s: it ends at {last:g} s" if last else ": expected the directory of a run"
+        )
+        raise ConfigError(f"{trace} holds no stages{found}")
     return sorted(spans, key=lambda span: span.begin)
 
 
 def draw_stages(
-    traces: Sequence[tuple[str, Path]], png: Path, *, order: Sequence[str], begin: float = 0.0, end: float | None = None
+    traces: Sequence[tuple[str, Path]],
+    png: Path,
+    *,
+    order: Sequence[str],
+    begin: float = 0.0,
+    end: float = math.inf,
 ) -> None:
     """Draw the stages of one or more runs below each other.
 
     Args:
-        traces: (title, trace) of each run.
+        traces: (title, directory) of each run.
         png: the file to write.
         order: stages from top to bottom; stages that a run lacks are left out.
-        begin, end: seconds since the trace began; None: the end of the trace.
+        begin, end: seconds since the run's trace began.
 
     Raises ``ConfigError`` if a trace has no stages in that time.
     """
-    panels = [(title, _within(read_stages(trace), begin, end, trace)) for title, trace in traces]
+    panels = [
+        (title, [replace(s, begin=max(s.begin, begin), end=min(s.end, end)) for s in read_stages(trace, begin, end)])
+        for title, trace in traces
+    ]
     heights = [0.8 + 0.36 * len({span.stage for span in spans}) for _, spans in panels]
     figure = Figure(figsize=(12, sum(heights) + 0.5), dpi=120, layout="constrained", facecolor="white")
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -83,16 +98,6 @@ def draw_stages(
         fontsize=9,
     )
     figure.savefig(png)
-
-
-def _within(spans: Sequence[StageSpan], begin: float, end: float | None, trace: Path) -> list[StageSpan]:
-    last = max(span.end for span in spans) if end is None else end
-    cut = [
-        replace(s, begin=max(s.begin, begin), end=min(s.end, last)) for s in spans if s.end > begin and s.begin < last
-    ]
-    if not cut:
-        raise ConfigError(f"{trace} has no stages from {begin:g} s to {last:g} s: it ends at {spans[-1].end:g} s")
-    return cut
 
 
 def _draw(axes: Axes, title: str, spans: Sequence[StageSpan], stages: Sequence[str]) -> None:
@@ -120,15 +125,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from skyrl_async.runtime.stages import STAGES
 
     parser = argparse.ArgumentParser(description="Draw where each stage of a run was when.")
-    parser.add_argument("trace", type=Path, help="trace.json of a run")
+    parser.add_argument("run", type=Path, help="directory of a run, or one part of its trace")
     parser.add_argument("png", type=Path, help="the picture to write")
     parser.add_argument("--begin", type=float, default=0.0, help="seconds since the run began")
-    parser.add_argument("--end", type=float, help="the same; the end of the trace where it is left out")
+    parser.add_argument(
+        "--end", type=float, default=math.inf, help="the same; the end of the trace where it is left out"
+    )
     options = parser.parse_args(argv)
     try:
-        title = str(options.trace)
-        draw_stages([(title, options.trace)], options.png, order=STAGES, begin=options.begin, end=options.end)
-    except (ConfigError, OSError, json.JSONDecodeError) as error:
+        draw_stages([(str(options.run), options.run)], options.png, order=STAGES, begin=options.begin, end=options.end)
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     sys.stdout.write(f"{options.png}\n")

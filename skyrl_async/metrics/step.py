@@ -4,7 +4,7 @@
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from skyrl_async.samples import Sample, samples_of
-from skyrl_async.types import Group
+from skyrl_async.types import Group, Trajectory
 
 _OF_LAG = re.compile(r"(lag\d+)_(?!tokens_sum$)")
 """Sums over the tokens sampled at one lag; their mean is over these tokens. ``lag<k>_tokens_sum`` itself is a fraction of all tokens."""
@@ -50,6 +50,16 @@ class StepFigures:
     """Sampled tokens masked from the loss because of their staleness."""
     denominator: float = 0.0
     """Sum of the groups' denominators (``algorithms.aggregation``)."""
+    num_tokens: int = field(default=0, init=False)
+    """Trained tokens in the mini-batch."""
+    num_live_samples: int = field(default=0, init=False)
+    """Trained samples in the mini-batch."""
+    _tokens_of_version: Counter[int] = field(default_factory=Counter, init=False)
+    """Policy version sampled under -> trained tokens."""
+    _counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
+    """Sums over the groups' samples and rows, and the largest length; added up group by group, because a step has thousands of groups."""
+    _own_figures: dict[str, list[float]] = field(default_factory=dict, init=False)
+    """Metric of environments and harnesses -> its sum, and the number of samples that have it."""
 
     def add_wait(self, group: Group, seconds: float) -> None:
         """Count a wait: the trainer was held back from other groups until it could take this one."""
@@ -68,6 +78,44 @@ class StepFigures:
                 self.sums[name] = max(self.sums.get(name, value), value)
             else:
                 self.sums[name] = self.sums.get(name, 0.0) + value
+        samples = samples_of(group.trajectories)
+        self._counts["uniform_groups"] += _is_uniform(samples)
+        self._counts["samples"] += len(samples)
+        for sample in samples:
+            self._count_sample(sample)
+
+    def _count_sample(self, sample: Sample) -> None:
+        counts, num_tokens = self._counts, sample.num_sampled_tokens
+        self.num_tokens += num_tokens
+        counts["rows"] += len(sample.rows)
+        for row in sample.rows:
+            counts["aborts"] += row.num_aborts
+            counts["overlong_rows"] += row.is_overlong
+            self._count_versions(row)
+        if sample.is_live:
+            self.num_live_samples += 1
+            counts["shaped_reward"] += sample.shaped_reward
+            counts["live_tokens"] += num_tokens
+            counts["longest"] = max(counts["longest"], num_tokens)
+            counts["turns"] += sample.num_turns
+        if not sample.is_abandoned:
+            counts["rewarded"] += 1
+            counts["reward"] += sample.reward
+            counts["truncated"] += sample.is_truncated
+            counts["overlong"] += sample.is_overlong
+        for name, value in sample.rows[0].metrics.items():
+            metric = name if name.startswith(("agent/", "timing/")) else f"env/{name}"
+            of_metric = self._own_figures.setdefault(metric, [0.0, 0])
+            of_metric[0] += value
+            of_metric[1] += 1
+
+    def _count_versions(self, row: Trajectory) -> None:
+        spans = row.versions.spans
+        if len(spans) == 1:
+            self._tokens_of_version[spans[0][0]] += row.num_sampled_tokens
+            return
+        for (_, begin), (version, end) in pairwise(((0, 0), *spans)):
+            self._tokens_of_version[version] += int(np.count_nonzero(row.loss_mask[begin:end]))
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add to the time spent in one part of the step."""
@@ -89,17 +137,12 @@ class StepFigures:
         return sum(s > self.max_staleness_steps + self.window_steps for s in self.staleness)
 
     @property
-    def num_tokens(self) -> int:
-        """Trained tokens in the mini-batch."""
-        return sum(group.num_sampled_tokens for group in self.groups)
-
-    @property
     def loss_denominator(self) -> float:
         """Denominator of the step's sums of losses and gradients.
 
         It is 1 if every token is masked for staleness or length: the gradient is 0, and the step only increases the version.
         """
-        is_masked = self.num_masked_tokens or any(row.is_overlong for g in self.groups for row in g.trajectories)
+        is_masked = self.num_masked_tokens or self._counts["overlong_rows"]
         return self.denominator if self.denominator or not is_masked else 1.0
 
     @property
@@ -115,28 +158,17 @@ class StepFigures:
     @property
     def token_lags(self) -> Counter[int]:
         """Policy versions between sampling and training -> trained tokens."""
-        of_version: Counter[int] = Counter()
-        for row in (t for group in self.groups for t in group.trajectories):
-            spans = row.versions.spans
-            if len(spans) == 1:
-                of_version[spans[0][0]] += row.num_sampled_tokens
-                continue
-            for (_, begin), (version, end) in pairwise(((0, 0), *spans)):
-                of_version[version] += int(np.count_nonzero(row.loss_mask[begin:end]))
+        of_version = self._tokens_of_version
         return Counter({self.trained_version - version: num for version, num in of_version.items() if num})
 
     def values(self) -> dict[str, float]:
         """Return all figures of the step by metric name."""
-        rows = [t for group in self.groups for t in group.trajectories]
-        samples_of_groups = [samples_of(group.trajectories) for group in self.groups]
-        samples = [sample for of_group in samples_of_groups for sample in of_group]
-        rewarded = [sample for sample in samples if not sample.is_abandoned]
-        live = [sample for sample in samples if sample.is_live]
-        lags, staleness = self.token_lags, self.staleness
+        counts, lags, staleness = self._counts, self.token_lags, self.staleness
+        num_live, num_rewarded = max(1, self.num_live_samples), max(1, counts["rewarded"])
         values = {
-            "reward/mean": sum(s.reward for s in rewarded) / max(1, len(rewarded)),
-            "reward/shaped_mean": sum(s.shaped_reward for s in live) / max(1, len(live)),
-            "reward/zero_variance_frac": sum(map(_is_uniform, samples_of_groups)) / len(self.groups),
+            "reward/mean": counts["reward"] / num_rewarded,
+            "reward/shaped_mean": counts["shaped_reward"] / num_live,
+            "reward/zero_variance_frac": counts["uniform_groups"] / len(self.groups),
             "async/staleness_mean": sum(staleness) / len(staleness),
             "async/staleness_max": float(max(staleness)),
             "async/over_bound_frac": self.num_over_bound / len(staleness),
@@ -144,18 +176,18 @@ class StepFigures:
             "async/masked_frac": self.num_masked_tokens / max(1, self.num_tokens + self.num_masked_tokens),
             "async/token_lag_mean": sum(lag * num for lag, num in lags.items()) / max(1, lags.total()),
             "async/token_lag_max": float(max(lags, default=0)),
-            "async/num_aborts": float(sum(t.num_aborts for t in rows)),
-            "generate/response_tokens_mean": sum(s.num_sampled_tokens for s in live) / max(1, len(live)),
-            "generate/response_tokens_max": float(max((s.num_sampled_tokens for s in live), default=0)),
-            "generate/truncated_frac": sum(s.is_truncated for s in rewarded) / max(1, len(rewarded)),
-            "generate/overlong_frac": sum(s.is_overlong for s in rewarded) / max(1, len(rewarded)),
-            "generate/turns_mean": sum(s.num_turns for s in live) / max(1, len(live)),
-            "generate/abandoned_frac": 1 - len(rewarded) / len(samples),
-            "generate/rows_mean": len(rows) / len(samples),
+            "async/num_aborts": float(counts["aborts"]),
+            "generate/response_tokens_mean": counts["live_tokens"] / num_live,
+            "generate/response_tokens_max": float(counts["longest"]),
+            "generate/truncated_frac": counts["truncated"] / num_rewarded,
+            "generate/overlong_frac": counts["overlong"] / num_rewarded,
+            "generate/turns_mean": counts["turns"] / num_live,
+            "generate/abandoned_frac": 1 - counts["rewarded"] / counts["samples"],
+            "generate/rows_mean": counts["rows"] / counts["samples"],
             "timing/generate_group_max": max(g.generation_seconds for g in self.groups),
             "policy/num_tokens": float(self.num_tokens),
         }
-        values |= _own_figures(samples)
+        values |= {metric: total / number for metric, (total, number) in self._own_figures.items()}
         for name, value in self.sums.items():
             if name == "loss_sum":
                 values["policy/loss"] = value / (self.loss_denominator or 1.0)
@@ -175,15 +207,6 @@ class StepFigures:
 def _policy_metric(name: str) -> str:
     """The metric of a sum, without its suffix, or of a largest value that the policy workers report."""
     return "policy/" + _RATIOS.get(name, name).replace("clipped", "clip_frac")
-
-
-def _own_figures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Average each figure of environments and harnesses over the samples that have it."""
-    found: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.rows[0].metrics.items():
-            found.setdefault(name if name.startswith(("agent/", "timing/")) else f"env/{name}", []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _is_uniform(samples: Sequence[Sample]) -> bool:

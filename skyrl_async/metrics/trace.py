@@ -1,10 +1,8 @@
-"""Chrome/Perfetto trace of a run: spans on named tracks, streamed to a file as a JSON array.
+"""Chrome/Perfetto trace of a run: spans on named tracks, streamed to the parts of a directory.
 
-Viewers also load the array without its closing bracket, hence after ``kill -9``. The clock is an argument, so that virtual time can be
-traced.
+The clock is an argument, so that virtual time can be traced.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +11,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.metrics.tracker import RecordFile
+from skyrl_async.metrics.trace_parts import TraceParts
 from skyrl_async.runtime.stages import OnLeft, StageState
 
 _open_span: ContextVar["_Span | None"] = ContextVar("open_span", default=None)
@@ -52,18 +50,14 @@ class _Lane:
 class Trace:
     """Writes a trace, until it is closed. ``process/thread`` as track name groups threads under a process."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
-        """Begin the file; with ``path=None`` only know the open spans. ``clock`` returns seconds."""
-        if path is not None:
-            path.write_text("")
-        self._file = None if path is None else RecordFile(path)
+    def __init__(self, directory: Path | None, clock: Callable[[], float], max_bytes: int = 10**9) -> None:
+        """Begin a part in ``directory`` (see ``TraceParts``), or only know the open spans. ``clock`` returns seconds."""
+        self._parts = None if directory is None else TraceParts(directory, clock, max_bytes)
         self._clock = clock
-        self._start = clock()
         self._lanes: dict[str, list[_Lane]] = {}
         self._free: dict[str, list[tuple[int, _Lane]]] = {}
         """Track -> heap of the lanes without a span, by thread id."""
         self._processes: dict[str, int] = {}
-        self._num_events = 0
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[dict[str, Any]]:
@@ -99,11 +93,10 @@ class Trace:
         return tuple(OpenSpan(track=s.track, name=s.name, seconds=now - s.begin, args=s.args) for s in innermost)
 
     def close(self) -> None:
-        """End the array. Idempotent. Spans that end later are left out."""
-        if self._file is not None:
-            self._file.append("\n]\n" if self._num_events else "[]\n")
-            self._file.close()
-            self._file = None
+        """End the newest part. Idempotent. Spans that end later are left out."""
+        if self._parts is not None:
+            self._parts.close()
+            self._parts = None
 
     def _lane_for(self, span: _Span) -> _Lane:
         """Return the lane of the nearest enclosing span of its track, if that is the innermost there; else the uppermost free lane."""
@@ -128,32 +121,37 @@ class Trace:
         lane = _Lane(process_id, thread_id=sum(map(len, self._lanes.values())) + 1)
         lanes.append(lane)
         heappush(self._free[track], (lane.thread_id, lane))
-        names["thread_name"] = {"name": thread if len(lanes) == 1 else f"{thread} {len(lanes)}"}
+        name = thread if len(lanes) == 1 else f"{thread} {len(lanes)}"
+        names["thread_name"] = {"name": name, "track": track, "lane": len(lanes)}
         names["thread_sort_index"] = {"sort_index": list(self._lanes).index(track) * 100_000 + len(lanes)}
-        for name, args in names.items():
-            self._write(lane, ph="M", name=name, ts=0, args=args)
+        if self._parts is not None:
+            for kind, args in names.items():
+                self._parts.add_name(
+                    {"ph": "M", "name": kind, "ts": 0, "pid": process_id, "tid": lane.thread_id, "args": args}
+                )
         return lane
 
     def _write_span(self, lane: _Lane, name: str, begin: float, end: float, args: dict[str, Any]) -> None:
-        began, ended = (round((moment - self._start) * 1e6) for moment in (begin, end))
-        self._write(lane, ph="X", name=name, ts=began, dur=ended - began, args=args)
-
-    def _write(self, lane: _Lane, **event: Any) -> None:
-        if self._file is not None:
-            event |= {"pid": lane.process_id, "tid": lane.thread_id}
-            opening = ",\n" if self._num_events else "[\n"
-            self._num_events += self._file.append(opening + json.dumps(event, default=str))
+        if self._parts is not None:
+            event = {"ph": "X", "name": name, "pid": lane.process_id, "tid": lane.thread_id}
+            self._parts.add_span(begin, end, event | {"args": args} if args else event)
 
 
 _TRACED = {StageState.WAITING_FOR_INPUT, StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT}
 
 
 def trace_stages(trace: Trace) -> OnLeft:
-    """Return a callback that draws one row per stage. Trace and stages must have the same clock."""
+    """Return a callback that draws one row per stage. Trace and stages must have the same clock.
+
+    A span of processing has the item as its name; a span of waiting has the state as its name, and the item as an argument.
+    """
 
     def draw(name: str, state: StageState, item: str, begin: float, end: float) -> None:
         if state in _TRACED and end > begin:
-            shown = item if state is StageState.PROCESSING else state.value
-            trace.past_span(shown, f"stages/{name}", begin, end, state=state.value, item=item)
+            track = f"stages/{name}"
+            if state is StageState.PROCESSING:
+                trace.past_span(item, track, begin, end)
+            else:
+                trace.past_span(state.value, track, begin, end, item=item)
 
     return draw

@@ -1,4 +1,4 @@
-"""Writes a run's records: ``metrics.jsonl``, ``trained_groups.jsonl``, and the metrics of other sinks such as the console.
+"""Writes a run's records: ``metrics.jsonl``, and the metrics of other sinks such as the console.
 
 Files survive ``kill -9``, and a resumed run continues them. A record is in a file whole or not at all. If the disk is full, records are
 dropped and the run goes on.
@@ -18,20 +18,12 @@ from typing import Any, Protocol
 
 from skyrl_async.columns import json_list
 from skyrl_async.errors import CheckpointError
-from skyrl_async.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_ROW_FIELDS = (
-    *("sample_index", "reward", "weight", "num_turns", "num_sampled_tokens", "num_aborts"),
-    *("is_truncated", "is_abandoned", "is_overlong"),
-)
-"""Fields of a trained row that are written under their own names."""
-_ROW_TOKENS = ("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs")
-
 
 def free_path(path: Path) -> Path:
-    """Return ``path`` or, if it exists, the next free one: ``trace.json``, ``trace-2.json``, and so on."""
+    """Return ``path`` or, if it exists, the next free one: ``evaluation.json``, ``evaluation-2.json``, and so on."""
     names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
     return next(name for name in names if not name.exists())
 
@@ -121,50 +113,6 @@ class MetricsLog(RecordFile):
         row: dict[str, Any] = {"step": step, "time_s": round(self._clock() - self._start, 3)}
         row |= {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
         self.append_row({**row, **self._notes()})
-
-
-class TrainedGroupsLog(RecordFile):
-    """``trained_groups.jsonl``, one line per trained group; claims about staleness and the ledger can be checked with it.
-
-        {"step": 3, "epoch": 0, "uid": "1f3a", "admission_index": 17, "scheduled_version": 1, "trained_version": 2, "rows": [...]}
-
-    The file stays as it was until ``begin`` is called or the first group is logged.
-
-    Args:
-        path: path of the file.
-        resume_step: keep the lines up to that step and continue after them; None begins a new file.
-        has_tokens: also write ids, loss mask and all log-probs of every row (some 20 bytes per token, and 20 more for each kind of
-            log-probs beside the behavior's).
-    """
-
-    def __init__(self, path: Path, resume_step: float | None = None, *, has_tokens: bool = False) -> None:
-        super().__init__(path, lambda: _drop_later_rows(path, resume_step))
-        self._has_tokens = has_tokens
-
-    def log(self, version: int, groups: Sequence[Group]) -> None:
-        """Append the groups of step ``version + 1``, which were trained at policy ``version``."""
-        for group in groups:
-            self.append_row(
-                {
-                    "step": version + 1,
-                    **{name: getattr(group, name) for name in ("epoch", "uid", "admission_index", "scheduled_version")},
-                    "trained_version": version,
-                    "generation_seconds": round(group.generation_seconds, 3),
-                    "rows": [self._row(row) for row in group.trajectories],
-                }
-            )
-
-    def _row(self, row: Trajectory) -> dict[str, Any]:
-        values: dict[str, Any] = {name: getattr(row, name) for name in _ROW_FIELDS} | {
-            "num_prompt_tokens": len(row.prompt_token_ids),
-            "num_response_tokens": len(row.response_token_ids),
-            "policy_versions": row.versions.to_json(),
-        }
-        optional = ["shaped_reward", "old_version"]
-        if self._has_tokens:
-            values |= {name: getattr(row, name) for name in _ROW_TOKENS}
-            optional += ["ref_logprobs", "old_logprobs"]
-        return values | {name: value for name in optional if (value := getattr(row, name)) is not None}
 
 
 class Sink(Protocol):

@@ -1,5 +1,6 @@
 """Garbage collection in processes whose event loop must not stand still."""
 
+import atexit
 import gc
 
 
@@ -13,3 +14,4 @@ def collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(2_000, 5, 10_000)
+    atexit.register(gc.unfreeze)  # or libraries say at the end that they leak

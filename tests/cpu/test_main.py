@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.main import main
 from skyrl_async.metrics.stage_picture import read_stages
+from skyrl_async.metrics.trace_parts import read_spans
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.types import EngineOutput
@@ -258,11 +259,10 @@ def has_tokens_of_versions_before(run_dir: Path) -> bool:
     return any(min(begun.versions, default=saved["step"]) < saved["step"] for *_, begun in begun_samples(checkpoint))
 
 
-def seconds_beside_gradients(stage: str, trace: Path) -> float:
+def seconds_beside_gradients(stage: str, run_dir: Path) -> float:
     """For how long a stage worked on groups while gradients of others were computed; of a run that still goes on, too."""
-    events = json.loads(trace.read_text().rstrip().removesuffix("]") + "]")
-    gradients = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["name"] == "forward_backward"]
-    worked = [span for span in read_stages(trace) if (span.stage, span.state) == (stage, "processing")]
+    gradients = [(span.begin, span.end) for span in read_spans(run_dir) if span.name == "forward_backward"]
+    worked = [span for span in read_stages(run_dir) if (span.stage, span.state) == (stage, "processing")]
     return sum(max(0.0, min(span.end, end) - max(span.begin, begin)) for span in worked for begin, end in gradients)
 
 
@@ -280,7 +280,7 @@ def killed(workplace: Path, forked_workers: None) -> tuple[Path, Outcome]:
         for step in range(3, 40):
             command.wait_for_step(step)
             command.process.send_signal(signal.SIGSTOP)
-            if has_tokens_of_versions_before(run_dir) and seconds_beside_gradients("ref_logp", run_dir / "trace.json"):
+            if has_tokens_of_versions_before(run_dir) and seconds_beside_gradients("ref_logp", run_dir):
                 break
             command.process.send_signal(signal.SIGCONT)
         command.process.send_signal(signal.SIGKILL)
@@ -322,7 +322,7 @@ def test_kill_9_leaves_no_process_and_a_whole_checkpoint(killed: tuple[Path, Out
 @pytest.mark.slow
 def test_a_reference_on_a_worker_of_its_own_works_while_gradients_are_computed(killed: tuple[Path, Outcome]) -> None:
     run_dir, _ = killed
-    assert seconds_beside_gradients("ref_logp", run_dir / "trace.json") > 0
+    assert seconds_beside_gradients("ref_logp", run_dir) > 0
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert rows and all("policy/ref_kl" in row for row in rows)
 
@@ -377,11 +377,12 @@ def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
     assert "weight_sync.transfer=gloo (was auto)" in outcome.stderr
     assert config["server"]["enabled"] and config["trainer"]["policy_mini_batch_size"] == GROUPS_PER_STEP
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in run_dir.glob("trace*.json")} == {"trace.json", "trace-2.json"}
-    events = json.loads((run_dir / "trace-2.json").read_text())
+    parts = sorted((run_dir / "trace").iterdir())
+    assert [path.name for path in parts] == ["000001.json", "000002.json"]
     assert {"group", "forward_backward", "broadcast", "pause", "load", "evaluate"} <= {
-        event["name"] for event in events
+        span.name for span in read_spans(parts[1])
     }
+    assert max(span.end for span in read_spans(parts[0])) < min(span.begin for span in read_spans(parts[1]))
     assert list((run_dir / "tensorboard").iterdir())
     assert {p.name for p in (run_dir / "checkpoints").glob("global_step_*")} == {
         f"global_step_{last - 1}",
@@ -421,11 +422,10 @@ def test_an_engine_and_a_policy_on_one_device_take_turns_on_it(
     finished: tuple[Path, int, list[str], Outcome],
 ) -> None:
     run_dir, first, _, _ = finished
-    spans = [event for event in json.loads((run_dir / "trace-2.json").read_text()) if event["ph"] == "X"]
     times = {name: [] for name in ("others compute", "forward_backward", "optimizer_step", "broadcast", "load")}
-    for span in spans:
-        if span["name"] in times:
-            times[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
+    for span in read_spans(run_dir / "trace" / "000002.json"):
+        if span.name in times:
+            times[span.name].append((span.begin, span.end))
     paused = times.pop("others compute")
     for name in ("forward_backward", "optimizer_step"):
         assert times[name]

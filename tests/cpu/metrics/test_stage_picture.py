@@ -14,7 +14,7 @@ from skyrl_async.runtime.stages import Stage
 def trace_path(tmp_path: Path) -> Path:
     """Of a stage that waits 2 s, works on p1 for 3 s, and waits for output for 1 s."""
     now = [10.0]
-    path = tmp_path / "trace.json"
+    path = tmp_path / "trace"
     with closing(Trace(path, lambda: now[0])) as trace:
         stage = Stage("train", lambda: now[0], trace_stages(trace))
         with stage.lane() as lane:
@@ -37,17 +37,19 @@ def test_the_trace_has_a_row_for_each_stage_with_its_states_and_items(trace_path
 
 
 def test_it_is_drawn_also_from_the_trace_of_a_killed_run(trace_path: Path, tmp_path: Path) -> None:
-    killed = tmp_path / "killed.json"
-    killed.write_text(trace_path.read_text().rstrip().rstrip("]"))
-    assert main([str(killed), str(tmp_path / "a.png"), "--begin", "1"]) == 0
+    part = trace_path / "000001.json"
+    part.write_text(part.read_text().rstrip().rstrip("]"))
+    for trace in (tmp_path, trace_path, part):
+        assert read_stages(trace, 1.0)[0].end == 2.0
+    assert main([str(tmp_path), str(tmp_path / "a.png"), "--begin", "1"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("[]", (), "holds no stages: expected the trace.json of a run"),
-        (None, ("--begin", "9"), "has no stages from 9 s to 6 s: it ends at 6 s"),
+        ("[]", (), "holds no stages: expected the directory of a run"),
+        (None, ("--begin", "9"), "holds no stages from 9 s to inf s: it ends at 6 s"),
         ('{"a"', (), "error: "),
     ],
 )
@@ -55,7 +57,7 @@ def test_an_error_of_drawing_is_one_line(
     trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, options: tuple, message: str
 ) -> None:
     if text is not None:
-        trace_path.write_text(text)
+        (trace_path / "000001.json").write_text(text)
     assert main([str(trace_path), str(tmp_path / "a.png"), *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
