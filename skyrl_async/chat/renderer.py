@@ -42,7 +42,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         """The tokenizer, whose template is rendered."""
         added = tokenizer.added_tokens_decoder
-        self._special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        """Ids of the tokens that are no text of a message, such as the end of a turn."""
         self._speller = Speller(tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -127,7 +128,7 @@ class ChatRenderer:
     def text_ends(self, token_ids: Sequence[int] | TokenIds) -> NDArray[np.int32]:
         """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens add none."""
         found, places = np.unique(column(token_ids, np.int32), return_inverse=True)
-        sizes = [0 if i in self._special_ids else len(self._speller.spell(i)) for i in found.tolist()]
+        sizes = [0 if i in self.special_ids else len(self._speller.spell(i)) for i in found.tolist()]
         return column(column(sizes, np.int32)[places].cumsum(dtype=np.int32), np.int32)
 
     def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:
@@ -154,7 +155,7 @@ class ChatRenderer:
         exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
         end = _after_sentinel(self._render_text(exchange, None, False)).strip()
         start = after.find(end) if end else -1
-        if start < 0 or not self._special_ids.isdisjoint(self.encode(after[:start]).tolist()):
+        if start < 0 or not self.special_ids.isdisjoint(self.encode(after[:start]).tolist()):
             raise ConfigError(
                 "the tokenizer's chat template must end a turn of tool calls as it ends a turn of words, with "
                 f"{end!r}, which does not follow them; such a template cannot be continued in token space"
@@ -164,7 +165,7 @@ class ChatRenderer:
     def _leading_end(self, tail: TokenIds) -> int:
         """Number of ids at the start of a tail that end the turn: white space, then one special token. 0 if the tail does not begin so."""
         for i, token_id in enumerate(map(int, tail)):
-            if token_id in self._special_ids:
+            if token_id in self.special_ids:
                 return i + 1
             if self._speller.spell(token_id).strip():
                 break

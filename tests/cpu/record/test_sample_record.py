@@ -1,0 +1,325 @@
+"""The record of samples: every one at its end, exact, once, whatever kills the run or fills the disk."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_async.chat.turns import RowTurn
+from skyrl_async.checkpoint.checkpointer import read_state
+from skyrl_async.config.schema.generator import OnFailedSamples
+from skyrl_async.errors import CheckpointError
+from skyrl_async.record.ended import EndedGroup, Outcome
+from skyrl_async.record.files import DIRECTORY, files_in, read_samples
+from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
+from skyrl_async.simulator.run import Simulation, SimulationSettings
+from skyrl_async.types import ENVIRONMENT_VERSION, Group, Trajectory
+
+
+def row(num_tokens: int = 3, **fields: Any) -> Trajectory:
+    """Two prompt tokens and an answer, of which the second token is the environment's."""
+    is_sampled = np.arange(num_tokens) != 1
+    columns = {
+        "loss_mask": is_sampled,
+        "logprobs": np.where(is_sampled, -0.5, 0.0),
+        "versions": np.where(is_sampled, 1, ENVIRONMENT_VERSION),
+    }
+    answer = np.arange(3, 3 + num_tokens)
+    return Trajectory(prompt_token_ids=(1, 2), response_token_ids=answer, **{"reward": 1.0, **columns, **fields})
+
+
+def ended(uid: str, step: int = 1, outcome: Outcome = Outcome.TRAINED, *rows: Trajectory, **fields: Any) -> EndedGroup:
+    group = Group(uid=uid, admission_index=7, scheduled_version=0, trajectories=rows or (row(),))
+    return EndedGroup(group=group, outcome=outcome, step=step, **fields)
+
+
+def written(run_dir: Path, *groups: EndedGroup, **settings: Any) -> list[dict[str, Any]]:
+    record = SampleRecord(run_dir / DIRECTORY, **settings)
+    for group in groups:
+        record.add(group)
+    record.close()
+    return read_samples(run_dir).to_pylist()
+
+
+def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew(tmp_path: Path) -> None:
+    known = row(ref_logprobs=(-1.0, 0.0, -2.0), old_logprobs=(-0.5, 0.0, -0.25), old_version=1, shaped_reward=0.5)
+    group = replace(ended("a", 3).group, trajectories=(known,), advantages=(0.75,))
+    (found,) = written(tmp_path, EndedGroup(group=group, outcome=Outcome.TRAINED, step=3))
+    assert (found["uid"], found["step"], found["scheduled_version"], found["staleness"]) == ("a", 3, 0, 2)
+    assert (found["reward"], found["shaped_reward"], found["advantage"]) == (1.0, 0.5, 0.75)
+    assert found["prompt_token_ids"] == [1, 2] and found["response_token_ids"] == [3, 4, 5]
+    assert found["loss_mask"] == [True, False, True] and found["logprobs"] == [-0.5, 0.0, -0.5]
+    assert found["ref_logprobs"] == [-1.0, 0.0, -2.0] and found["old_logprobs"] == [-0.5, 0.0, -0.25]
+    assert [span["version"] for span in found["policy_versions"]] == [1, ENVIRONMENT_VERSION, 1]
+    assert (found["outcome"], found["reason"], found["row"], found["branch"]) == ("trained", None, 0, 0)
+
+
+def test_what_was_not_trained_says_why(tmp_path: Path) -> None:
+    abandoned, cut = row(is_abandoned=True), row(is_overlong=True, loss_mask=(0, 0, 0))
+    rows = written(
+        tmp_path,
+        ended("a", 1, Outcome.TRAINED, row(), abandoned, cut),
+        ended("b", 1, Outcome.FILTERED, reason="all_one"),
+        ended("c", 1, Outcome.FAILED, reason="other samples of its group failed", failed=[1], failure=OSError("gone")),
+        ended("d", 0, Outcome.HELD_OUT),
+    )
+    assert [(found["uid"], found["sample"], found["outcome"], found["reason"]) for found in rows] == [
+        ("a", 0, "trained", None),
+        ("a", 1, "abandoned", "its harness ended without a reward"),
+        ("a", 2, "masked", "a length limit cut it"),
+        ("b", 0, "filtered", "all_one"),
+        ("c", 0, "failed", "other samples of its group failed"),
+        ("c", 1, "failed", "OSError: gone"),
+        ("d", 0, "held_out", None),
+    ]
+    assert rows[-1]["admission_index"] is None and rows[-2]["response_token_ids"] is None
+
+
+def test_branches_of_a_rewritten_history_are_rows_of_one_sample(tmp_path: Path) -> None:
+    branches = [row(sample_index=0, weight=0.5), row(sample_index=0, weight=0.5), row(sample_index=1)]
+    rows = written(tmp_path, ended("a", 1, Outcome.TRAINED, *branches))
+    assert [(found["sample"], found["branch"], found["weight"]) for found in rows] == [
+        (0, 0, 0.5),
+        (0, 1, 0.5),
+        (1, 0, 1.0),
+    ]
+
+
+def test_of_so_many_groups_of_each_outcome_in_a_step_texts_and_tokens_are_kept_and_figures_of_all(
+    tmp_path: Path,
+) -> None:
+    groups = [
+        ended(f"{outcome}{i}", 1 + i // 3, outcome) for i in range(6) for outcome in (Outcome.TRAINED, Outcome.FILTERED)
+    ]
+    rows = written(tmp_path, *groups, groups_with_text=1)
+    assert {found["uid"] for found in rows if found["response_token_ids"]} == {
+        "trained0",
+        "filtered0",
+        "trained3",
+        "filtered3",
+    }
+    assert len(rows) == 12 and all(found["reward"] == 1.0 for found in rows)
+
+
+def test_parts_are_joined_and_pandas_reads_the_directory_as_it_is(tmp_path: Path) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY)
+    for step in range(150):
+        record.add(ended(f"p{step}", step))
+        asyncio.run(record.flush())
+    record.close()
+    assert [file.kind for file in files_in(tmp_path / DIRECTORY)].count("") == 2
+    frame = pd.read_parquet(tmp_path / DIRECTORY)
+    assert frame["uid"].tolist() == [f"p{step}" for step in range(150)] == read_samples(tmp_path)["uid"].to_pylist()
+
+
+def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_path: Path, caplog: Any) -> None:
+    rng = np.random.default_rng(0)
+
+    def record_steps(max_bytes: float, num_steps: int, directory: Path) -> list[dict[str, Any]]:
+        record = SampleRecord(directory / DIRECTORY, max_bytes=max_bytes)
+        for step in range(num_steps):
+            noise = rng.normal(size=3000).astype(np.float32)
+            record.add(ended(f"p{step}", step, Outcome.TRAINED, row(3000, logprobs=noise)))
+            asyncio.run(record.flush())
+        assert sum(file.num_bytes for file in files_in(directory / DIRECTORY)) <= max_bytes
+        return read_samples(directory).to_pylist()
+
+    thinned = record_steps(2.0e6, 200, tmp_path / "a")
+    assert [found["uid"] for found in thinned] == [f"p{step}" for step in range(200)]
+    has_tokens = [found["logprobs"] is not None for found in thinned]
+    assert not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
+    assert caplog.text.count("trainer.samples.max_gb") == 1
+    steps = [found["step"] for found in record_steps(1e6, 300, tmp_path / "b")]
+    assert steps == list(range(steps[0], 300)) and 0 < steps[0] < 280, "the figures of the oldest are gone"
+
+
+@given(kept=st.integers(0, 12), num_after=st.integers(0, 3))
+def test_a_resumed_run_goes_on_after_the_rows_of_its_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, kept: int, num_after: int
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    record = SampleRecord(run_dir / DIRECTORY)
+    for step in range(6):
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(), row()))
+        asyncio.run(record.flush())
+    record.close()
+    again = SampleRecord(run_dir / DIRECTORY)
+    again.restore(kept)
+    assert read_samples(run_dir).num_rows == 12, "until it begins"
+    again.begin()
+    for number in range(num_after):
+        again.add(ended(f"q{number}", 9))
+    again.close()
+    uids = read_samples(run_dir)["uid"].to_pylist()
+    assert uids == [f"p{i // 2}" for i in range(kept)] + [f"q{number}" for number in range(num_after)]
+
+
+def test_a_record_that_lacks_rows_is_cut_at_the_same_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY)
+    record.add(ended("p0"))
+    with monkeypatch.context() as full:
+        full.setattr("skyrl_async.record.sample_record._MAX_WAITING_BYTES", 0)
+        record.add(ended("p1"))
+    record.add(ended("p2"))
+    record.close()
+    assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p2"]
+    again = SampleRecord(tmp_path / DIRECTORY)
+    again.restore(2)
+    again.close()
+    assert read_samples(tmp_path)["uid"].to_pylist() == ["p0"]
+
+
+class FailsSometimes(ModelledGenerator):
+    """A fifth of the groups fail, and the rewards of a third do not differ."""
+
+    async def generate(self, request: Any) -> tuple[Trajectory, ...]:
+        rows = await super().generate(request)
+        if int(request.prompt.uid[1:]) % 5 == 0 and not request.is_evaluation:
+            raise RuntimeError("the tool is broken")
+        is_equal = int(request.prompt.uid[1:]) % 3 == 0
+        return tuple(replace(row, reward=0.0 if is_equal else float(i % 2)) for i, row in enumerate(rows))
+
+
+SETTINGS = SimulationSettings(
+    mini_batch_size=4,
+    group_size=2,
+    num_steps=8,
+    num_prompts=100,
+    mean_tokens=200.0,
+    sample_full_batch=True,
+    max_failed_fraction=0.9,
+    on_failed_samples=OnFailedSamples.drop,
+    num_eval_prompts=3,
+    checkpoint_interval_steps=2,
+)
+
+
+def test_every_group_of_a_run_is_in_its_record_once_and_as_it_was_trained(tmp_path: Path) -> None:
+    kept = KeptGroups()
+
+    class Both(SampleRecord):
+        def add(self, ended: EndedGroup) -> None:
+            kept.add(ended)
+            super().add(ended)
+
+    record = Both(tmp_path / DIRECTORY)
+
+    async def main() -> Simulation:
+        simulation = Simulation(
+            SETTINGS, checkpoint_dir=tmp_path / "checkpoints", generator_over=FailsSometimes, record=record
+        )
+        await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    record.close()
+    rows = read_samples(tmp_path).to_pylist()
+    groups = {outcome: {(r["epoch"], r["uid"]) for r in rows if r["outcome"] == outcome} for outcome in Outcome}
+    ledger = simulation.dataloader.statistics()
+    for outcome in (Outcome.TRAINED, Outcome.FILTERED, Outcome.FAILED):
+        assert len(groups[outcome]) == ledger[f"{outcome}_total"] > 0
+    assert len([r for r in rows if r["outcome"] == Outcome.HELD_OUT]) == 2 * 3
+    trained = [(step, t) for step, group in kept.trained for t in group.trajectories]
+    recorded = [r for r in rows if r["outcome"] == Outcome.TRAINED]
+    for (step, trajectory), found in zip(trained, recorded, strict=True):
+        assert (found["step"], found["reward"]) == (step, trajectory.reward)
+        assert found["response_token_ids"] == trajectory.response_token_ids.tolist()
+        assert found["policy_versions"] == trajectory.versions.to_json()
+    newest = simulation.trainer.newest_checkpoint
+    assert newest is not None and 0 < read_state(newest).num_recorded <= len(rows)
+
+
+def test_a_full_disk_costs_no_run_and_rows_are_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    record = SampleRecord(tmp_path / DIRECTORY)
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "ParquetWriter", refuse)
+        for step in range(3):
+            record.add(ended(f"p{step}", step))
+            asyncio.run(record.flush())
+    assert caplog.text.count("No space left on device") == 1
+    record.add(ended("p3", 3))
+    record.close()
+    assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p1", "p2", "p3"]
+
+
+def test_samples_that_cannot_be_split_into_turns_are_left_out_and_end_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(row: Trajectory) -> list[RowTurn]:
+        if row.reward < 0:
+            raise ValueError("unknown token")
+        return []
+
+    record = SampleRecord(tmp_path / DIRECTORY, turns_of=refuses)
+    for step, reward in enumerate([1.0, -1.0, 1.0]):
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(reward=reward)))
+        asyncio.run(record.flush())
+    record.close()
+    assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p2"]
+    assert "samples are left out" in caplog.text
+
+
+WRITES = """
+import asyncio, sys
+from pathlib import Path
+from tests.cpu.record.test_sample_record import ended
+from skyrl_async.record.sample_record import SampleRecord
+record = SampleRecord(Path(sys.argv[1]))
+print("begun", flush=True)
+for step in range(10**9):
+    record.add(ended(f"p{step}", step))
+    asyncio.run(record.flush())
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_whole_files_and_every_row_that_was_flushed(tmp_path: Path) -> None:
+    directory = tmp_path / DIRECTORY
+    with subprocess.Popen([sys.executable, "-c", WRITES, str(directory)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        said = [writer.stdout.readline() for _ in range(100)]
+        writer.kill()
+        said += writer.stdout.readlines()
+    last = max(int(line) for line in said if line.strip().isdigit())
+    steps = read_samples(tmp_path)["step"].to_pylist()
+    assert steps[: last + 1] == list(range(last + 1)) and len(steps) <= last + 2
+    again = SampleRecord(directory)
+    again.restore(last + 1)
+    again.begin()
+    again.close()
+    assert read_samples(tmp_path)["step"].to_pylist() == list(range(last + 1))
+    assert all(path.suffix == ".parquet" for path in directory.iterdir()), "nothing half written is left"
+
+
+def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path) -> None:
+    written(tmp_path, ended("a"))
+    (file,) = files_in(tmp_path / DIRECTORY)
+    pd.DataFrame({"uid": ["a"]}).to_parquet(file.path)
+    with pytest.raises(CheckpointError, match=r"written by another version .* columns uid"):
+        read_samples(tmp_path)
+    file.path.write_bytes(file.path.read_bytes()[:50])
+    with pytest.raises(CheckpointError, match=f"{file.path.name} is damaged"):
+        read_samples(tmp_path)
+
+
+def test_metrics_of_an_environment_are_json(tmp_path: Path) -> None:
+    (found,) = written(tmp_path, ended("a", 1, Outcome.TRAINED, row(metrics={"tool_calls": 2.0})))
+    assert json.loads(found["metrics"]) == {"tool_calls": 2.0}
