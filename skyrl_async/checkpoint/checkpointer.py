@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 4
+FORMAT = 5
 LATEST = "latest_ckpt_global_step.txt"
 _COLUMNS = "columns.arrow"
 """What has one value per token in ``groups.json`` and ``running_groups.json``."""
@@ -68,6 +68,8 @@ class TrainerState:
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
     """Coefficient of the KL penalty in the reward at the next step; None without a penalty."""
+    num_recorded: int = 0
+    """Rows of the record of samples."""
     filtered_in_a_row: dict[str, int] = field(default_factory=dict)
     """Consecutive groups filtered for equal rewards, by reason."""
 

@@ -130,6 +130,8 @@ class Parts:
     device_groups: Mapping[str, DeviceGroup]
     """Stage that shares its devices -> their group."""
     publisher: WeightPublisher
+    renderer: ChatRenderer | None = None
+    """Turns tokens into text; None where they mean nothing."""
     logprobs: LogprobParts = field(default_factory=LogprobParts)
     endpoint_url: str | None = None
     """URL of the endpoint, with ``/v1``; None where none is served."""
@@ -162,7 +164,7 @@ def make_trainer(
         config: checked.
         parts: run already.
         checkpoint_dir: for checkpoints; None writes none.
-        callbacks: take metrics, trained groups and stalls.
+        callbacks: take metrics, samples and stalls.
         trace: gets the spans of the run.
         shutdown: ends the run early.
         disk: threads that write checkpoints.
@@ -175,7 +177,7 @@ def make_trainer(
     advantages = advantages or make_advantages(trainer.algorithm)
     works = stage_works(config, leasing, parts.logprobs, groups) if works is None else works
     plan = epoch_plan(config, parts.prompts)
-    evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, parts.client.deadlines)
+    evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, callbacks.record, parts.client.deadlines)
     run = make_run(
         config,
         dataloader=_AsyncDataloader(parts.prompts.train, seed=trainer.seed, num_epochs=trainer.num_epochs, plan=plan),

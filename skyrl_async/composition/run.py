@@ -95,6 +95,7 @@ async def started_parts(
             client=client,
             generator=generator,
             policy=policy,
+            renderer=renderer,
             logprobs=logprobs,
             device_groups=groups,
             publisher=publisher,

@@ -1,7 +1,7 @@
 """What a run finds and keeps in its directory: a lock, its configuration, the checkpoint to resume, the record of an earlier run.
 
     <run>/run.lock, config.yaml
-    <run>/set_aside_1/{metrics.jsonl, trained_groups.jsonl, ...}    record of a run that began again, or went back to an earlier step
+    <run>/set_aside_1/{metrics.jsonl, samples/, ...}    record of a run that began again, or went back to an earlier step
     <run>/checkpoints/set_aside_1/global_step_40                    a checkpoint after the step that a run went back to
 
 No record of a run is lost, whatever is configured. The lock is the kernel's (flock) and lives as long as its process; the text in the
@@ -29,6 +29,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.tracker import read_rows
+from skyrl_async.record.files import DIRECTORY as SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,7 @@ class RunConfigFile:
         arriving.replace(self._path)  # the file exists at every moment
 
 
-_LOGS = ("metrics.jsonl", "trained_groups.jsonl")
-_RECORD = (*_LOGS, "config.yaml", "tensorboard")
+_RECORD = ("metrics.jsonl", SAMPLES, "config.yaml", "tensorboard")
 """Files that a run writes before its end, beside checkpoints."""
 
 
@@ -211,14 +211,22 @@ def _go_back(run_dir: Path, step: int) -> str | None:
         return None
     aside = run_dir / name
     aside.mkdir()
-    for log in _LOGS:
-        if (run_dir / log).exists():
-            shutil.copyfile(run_dir / log, aside / log)
+    if (run_dir / "metrics.jsonl").exists():
+        shutil.copyfile(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
+    if (run_dir / SAMPLES).exists():  # as links, because its files never change
+        shutil.copytree(run_dir / SAMPLES, aside / SAMPLES, copy_function=_link_or_copy)
     moved = checkpointer.go_back(step, name)
     return (
         f"the run goes back to step {step}: {', '.join(path.name for path in moved)} and the record so far are kept in "
         f"{moved[0].parent} and {aside}"
     )
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 def _is_own(checkpoint: Usable, run_dir: Path) -> bool:

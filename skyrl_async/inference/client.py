@@ -89,8 +89,8 @@ class InferenceEngineClient:
         self._carries_tokens = carries_tokens
         self._name = f"{name}-{next(_client_ids)}"
         self._request_numbers = itertools.count()
-        self._tracked: set[GenerationState] = set()
-        """The running generations that a checkpoint reads."""
+        self._tracked: dict[GenerationState, str] = {}
+        """The running generations that a checkpoint reads -> their ids."""
         self.policy_version = 0
         self._turns = Turns()
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
@@ -167,7 +167,7 @@ class InferenceEngineClient:
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText(self._tokenizer, sampling)
-            with self._tracking(generation if sampling.is_resumable else None, state) as begin:
+            with self._tracking(generation if sampling.is_resumable else None, state, request) as begin:
                 async with aclosing(self._blocks(request, state, text, session_id, begin, streams=streams)) as blocks:
                     async for _ in blocks:
                         pass
@@ -182,10 +182,13 @@ class InferenceEngineClient:
 
     async def collect_open_tokens(self) -> None:
         """Fetch the engines' tokens of the generations that a checkpoint reads. An engine that dies meanwhile is dropped."""
+        states_in: dict[str | None, list[GenerationState]] = {}
+        for state, generation_id in self._tracked.items():
+            states_in.setdefault(self.pool.engine_of(generation_id), []).append(state)
 
         async def fetch(engine: InferenceEngine) -> None:
             try:
-                await fetch_partial_outputs(engine, tuple(self._tracked))
+                await fetch_partial_outputs(engine, states_in.get(engine.name, ()))
             except EngineDeadError as error:
                 self.drop_engine(engine, error)
 
@@ -245,17 +248,19 @@ class InferenceEngineClient:
         )
 
     @contextmanager
-    def _tracking(self, generation: OpenGeneration | None, state: GenerationState) -> Iterator[EngineOutput]:
+    def _tracking(
+        self, generation: OpenGeneration | None, state: GenerationState, request: EngineRequest
+    ) -> Iterator[EngineOutput]:
         """Let ``generation`` read ``state`` while it grows; yields the tokens that it begins with."""
         if generation is None:
             yield NOTHING_SAMPLED
             return
         generation.partial_output = state.partial_output
-        self._tracked.add(state)
+        self._tracked[state] = request.request_id
         try:
             yield generation.begin
         finally:
-            self._tracked.discard(state)
+            del self._tracked[state]
 
     async def _blocks(
         self,

@@ -60,6 +60,11 @@ class GenerationState:
         """Whether nothing more is to be sampled."""
         return self.finish_reason is not None
 
+    @property
+    def _num_aborts_so_far(self) -> int:
+        """Without the one that an output before the end has as its reason."""
+        return self.num_aborts if self.has_ended else max(0, self.num_aborts - 1)
+
     def add(self, output: EngineOutput) -> None:
         """Append a block. Raises ``InferenceError`` if a token lacks its log-prob or version."""
         if not self._has_logprobs:
@@ -99,11 +104,15 @@ class GenerationState:
 
         It is None where a stop string did: whoever continues from the tokens finds the string again.
         """
-        known = replace(self.output(), finish_reason=None if self.has_stop_string else self.finish_reason)
-        if self._engine_output is None or self._num_before_call + len(self._engine_output.token_ids) <= self.num_tokens:
-            return known
-        outputs = self._engine_output if self._has_logprobs else replace(self._engine_output, logprobs=NO_LOGPROBS)
-        return joined([head_of(known, self._num_before_call), outputs])
+        outputs = self._engine_output
+        if outputs is None or self._num_before_call + len(outputs.token_ids) <= self.num_tokens:
+            return replace(self.output(), finish_reason=None if self.has_stop_string else self.finish_reason)
+        if not self._has_logprobs:
+            outputs = replace(outputs, logprobs=NO_LOGPROBS)
+        if self._num_before_call:
+            return joined([head_of(self.output(), self._num_before_call), outputs])
+        num_aborts = self._num_aborts_so_far + outputs.num_aborts
+        return replace(outputs, num_aborts=num_aborts, num_cached_tokens=self.num_cached_tokens or 0)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep ``num_tokens``: a stop string has ended the generation there."""
@@ -119,7 +128,7 @@ class GenerationState:
     def remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
         """The request for the rest: the prompt of ``request`` plus the tokens so far, and the rest of its budget."""
         if not self.num_tokens:
-            return replace(request, request_id=request_id)
+            return request if request_id == request.request_id else replace(request, request_id=request_id)
         return replace(
             request,
             request_id=request_id,
@@ -139,7 +148,7 @@ class GenerationState:
         return replace(
             self._blocks[0] if self._blocks else _NOTHING,
             finish_reason=self.finish_reason or FinishReason.ABORT,
-            num_aborts=self.num_aborts if self.has_ended else max(0, self.num_aborts - 1),
+            num_aborts=self._num_aborts_so_far,
             num_cached_tokens=self.num_cached_tokens or 0,
         )
 

@@ -151,6 +151,11 @@ class Placement:
         running = self._running.pop(generation_id)
         self._add(running.engine, -running.weight)
 
+    def engine_of(self, generation_id: str) -> str | None:
+        """The engine of a generation; None if it is in none."""
+        running = self._running.get(generation_id)
+        return None if running is None else running.engine
+
     def forget(self, engine: str) -> None:
         """The engine is gone, and its last request has ended."""
         self._weights.pop(engine, None)

@@ -110,6 +110,10 @@ class EnginePool:
             self._placement.end(generation_id)
             self._forget(name)
 
+    def engine_of(self, generation_id: str) -> str | None:
+        """Name of the engine in which the generation has an open call; None while it has none."""
+        return self._placement.engine_of(generation_id)
+
     def end_session(self, session_id: str) -> None:
         """A session sends nothing more. Idempotent."""
         self._placement.sessions.end(session_id)

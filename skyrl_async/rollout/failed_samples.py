@@ -76,12 +76,13 @@ class CollectedGroup:
             self.failure = error
             return
         by_sample = _by_sample(trajectories, asked)
-        keeps_abandoned = self._policy is OnFailedSamples.train_rest
-        for index, rows in by_sample.items():
-            if keeps_abandoned or (rows and not rows[0].is_abandoned):
-                self._rows[index] = rows
-        if asked is self._request and not self.missing:
+        if self._policy is not OnFailedSamples.train_rest:
+            by_sample = {index: rows for index, rows in by_sample.items() if rows and not rows[0].is_abandoned}
+        if asked is self._request and len(by_sample) == len(asked.indices):
             self._complete = tuple(trajectories)
+            return
+        for index, rows in by_sample.items():
+            self._rows[index] = tuple(replace(row, sample_index=index) for row in rows)
         if self.missing:
             self.failure = GenerationError(
                 f"samples {', '.join(map(str, self.missing))} of {self._request.prompt.uid} were abandoned"
@@ -141,9 +142,9 @@ def _require(is_so: bool, returned: str) -> None:
 
 
 def _by_sample(trajectories: Sequence[Trajectory], request: GroupRequest) -> dict[int, tuple[Trajectory, ...]]:
-    """The rows of each requested sample, numbered; empty for a sample that was abandoned before anything was sampled."""
-    if all(row.sample_index is None for row in trajectories):
-        trajectories = [replace(row, sample_index=i) for i, row in zip(request.indices, trajectories, strict=False)]
+    """The rows of each requested sample; empty for a sample that was abandoned before anything was sampled."""
+    if trajectories and all(row.sample_index is None for row in trajectories):
+        return {index: (row,) for index, row in zip(request.indices, trajectories, strict=True)}
     return {index: tuple(row for row in trajectories if row.sample_index == index) for index in request.indices}
 
 

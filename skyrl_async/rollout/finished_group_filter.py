@@ -21,6 +21,7 @@ from skyrl_async.algorithms.reward_shaping import mask_overlong
 from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import GenerationError
+from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.group_state import admission_of
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
@@ -66,6 +67,8 @@ class FinishedGroupFilter:
     """Receives the other groups."""
     config: Config
     """Says whether groups are filtered, and whether samples that a length limit cut are masked before the decision."""
+    record: RecordsSamples
+    """Takes filtered groups."""
     _num_kept: int = field(default=0, init=False)
     _last_uid: str = field(default="unknown", init=False)
     _in_a_row: Counter[str] = field(default_factory=Counter, init=False)
@@ -92,6 +95,8 @@ class FinishedGroupFilter:
         await self.dataloader.mark_filtered_uids([(group.epoch, group.uid)])
         await self.staleness.on_rollout_filtered(admission_of(group))
         self.buffer.notify()
+        step = self.staleness.trained_version + 1
+        self.record.add(EndedGroup(group=group, outcome=Outcome.FILTERED, step=step, reason=reason))
         self.counts["filtered_groups"] += 1
         self.counts[f"filtered/{reason}"] += 1
         self.counts["filtered_tokens"] += num_tokens

@@ -8,15 +8,16 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import NoEngineError
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.failed_samples import FailureWatch, RolloutResult
 from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
@@ -36,7 +37,7 @@ from skyrl_async.runtime.progress import RolloutStatus
 from skyrl_async.runtime.stages import StageBoard
 from skyrl_async.runtime.tasks import Turns
 from skyrl_async.samples import live_samples_of, samples_of
-from skyrl_async.types import Group, Prompt, SamplingParams
+from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class GenerationWorkers:
     """Gets one span per group."""
     board: StageBoard
     """Shows the stages dataloader, generate and rollout."""
+    record: RecordsSamples
+    """Takes groups that are not trained."""
     _resume_counts: ResumeCounts = field(default_factory=ResumeCounts, init=False)
     _in_flight: dict[int, _GroupInFlight] = field(default_factory=dict, init=False)
     _group_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -98,7 +101,9 @@ class GenerationWorkers:
         self._sampling = from_section(SamplingParams, settings.sampling)
         self._turns = Turns()
         self._failures = FailureWatch(settings.max_failed_fraction)
-        self.finished_groups = FinishedGroupFilter(self.dataloader, self.staleness, self.buffer, self.config)
+        self.finished_groups = FinishedGroupFilter(
+            self.dataloader, self.staleness, self.buffer, self.config, self.record
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -207,6 +212,9 @@ class GenerationWorkers:
         """Requeue the prompt of a group just taken from the buffer."""
         self._counts["requeued_groups"] += 1
         self._counts["requeued_tokens"] += group.num_sampled_tokens
+        step = self.staleness.trained_version + 1
+        reason = "it became older than trainer.max_staleness_steps"
+        self.record.add(EndedGroup(group=group, outcome=Outcome.DROPPED, step=step, reason=reason))
         await self.dataloader.requeue((group.epoch, group.uid))
         await self.staleness.on_rollout_filtered(admission_of(group))
         self._draw()
@@ -317,19 +325,13 @@ class GenerationWorkers:
         await self.dataloader.mark_finished_uid(group.key)
         await self.staleness.on_rollout_accepted(group.admission)
         self._count(result)
-        epoch, uid = group.key
-        finished = Group(
-            uid=uid,
-            epoch=epoch,
-            admission_index=group.admission.index,
-            scheduled_version=group.admission.scheduled_version,
-            trajectories=result.trajectories,
-            generation_seconds=asyncio.get_running_loop().time() - group.started,
-        )
-        await self.finished_groups.put(finished)
+        uid = group.prompt.uid
+        await self.finished_groups.put(_ended(group, result.trajectories))
         num_failed, num_samples = result.num_failed, self._num_samples
         failure = result.failure if num_failed else None
         if failure:
+            present = (row.sample_index for row in result.trajectories)
+            self._record_failed(group, {index: () for index in present if index is not None}, failure)
             logger.error(
                 "rollout of %s goes on without %d of its %d samples: %r", uid, num_failed, num_samples, failure
             )
@@ -349,12 +351,29 @@ class GenerationWorkers:
 
     async def _fail(self, group: _GroupInFlight, error: Exception) -> None:
         self._remove(group)
+        self._record_failed(group, group.sample_states.finished, error)
         await self.dataloader.mark_failed_uid(group.key)
         await self.staleness.on_rollout_rejected(group.admission)
         self.buffer.notify()
         self._counts["failed_groups"] += 1
         logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
         self._failures.count(group.prompt.uid, error)
+
+    def _record_failed(
+        self, group: _GroupInFlight, finished: Mapping[int, Sequence[Trajectory]], error: Exception
+    ) -> None:
+        """Record the samples that failed, and the rows of ``finished`` ones of a group that cannot be trained."""
+        rows = [replace(row, sample_index=index) for index, rows in finished.items() for row in rows]
+        self.record.add(
+            EndedGroup(
+                group=_ended(group, tuple(rows)),
+                outcome=Outcome.FAILED,
+                step=self.staleness.trained_version + 1,
+                reason="other samples of its group failed",
+                failed=[index for index in range(self._num_samples) if index not in finished],
+                failure=error,
+            )
+        )
 
     async def requeue(self) -> None:
         """Drop the groups in flight; their prompts are the next to be drawn, the oldest first. Idempotent."""
@@ -365,3 +384,16 @@ class GenerationWorkers:
             self._remove(group)
             await self.dataloader.requeue(group.key)
             await self.staleness.on_rollout_rejected(group.admission)
+
+
+def _ended(group: _GroupInFlight, trajectories: tuple[Trajectory, ...]) -> Group:
+    """The group with the rows of its finished samples."""
+    epoch, uid = group.key
+    return Group(
+        uid=uid,
+        epoch=epoch,
+        admission_index=group.admission.index,
+        scheduled_version=group.admission.scheduled_version,
+        trajectories=trajectories,
+        generation_seconds=asyncio.get_running_loop().time() - group.started,
+    )

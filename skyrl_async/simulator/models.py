@@ -13,10 +13,11 @@ import numpy as np
 
 from skyrl_async.columns import TokenIds
 from skyrl_async.generators.gym.episode_state import EpisodeState
+from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
-from skyrl_async.types import FinishReason, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import FinishReason, Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
 
@@ -139,3 +140,21 @@ class ModelledGenerator:
 def _write_empty_file(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("")
+
+
+class KeptGroups(CountsSamples):
+    """Keeps every group that ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[EndedGroup] = []
+
+    def add(self, ended: EndedGroup) -> None:
+        """Keep a group."""
+        super().add(ended)
+        self.ended.append(ended)
+
+    @property
+    def trained(self) -> list[tuple[int, Group]]:
+        """(step, group) of each trained group, in order."""
+        return [(ended.step, ended.group) for ended in self.ended if ended.outcome is Outcome.TRAINED]

@@ -7,7 +7,7 @@ import asyncio
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from skyrl_async.config.schema.trainer import FullyAsyncConfig, Schedule, Stalen
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import CountsSamples, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare
@@ -34,7 +35,7 @@ from skyrl_async.runtime.device_leases import groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.trainer.run import TrainerCallbacks
-from skyrl_async.types import Group, PauseMode, Prompt
+from skyrl_async.types import PauseMode, Prompt
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
@@ -150,7 +151,7 @@ class Simulation:
         checkpoint_dir: for checkpoints; None writes none.
         max_checkpoints_to_keep: 0 keeps all.
         generator_over: makes the generator, of the client.
-        log_groups: takes the groups of each step.
+        record: takes every group at its end.
         shutdown: ends the run early.
         engine_around: makes what the client uses of each engine.
         make_buffer: takes the most groups to hold at a time.
@@ -166,7 +167,7 @@ class Simulation:
         checkpoint_dir: Path | None = None,
         max_checkpoints_to_keep: int = 0,
         generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
-        log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None,
+        record: RecordsSamples | None = None,
         shutdown: ShutdownRequest | None = None,
         engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
         make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
@@ -211,7 +212,9 @@ class Simulation:
             config,
             parts,
             checkpoint_dir=checkpoint_dir,
-            callbacks=TrainerCallbacks(log=lambda *logged: self.logged.append(logged), log_groups=log_groups),
+            callbacks=TrainerCallbacks(
+                log=lambda *logged: self.logged.append(logged), record=record or CountsSamples()
+            ),
             trace=self._trace,
             shutdown=shutdown,
             advantages=advantages

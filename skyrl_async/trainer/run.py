@@ -13,6 +13,7 @@ from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.trace import Trace, trace_stages
+from skyrl_async.record.ended import CountsSamples, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.staleness import STALENESS_POLICIES, StalenessPolicy, _AsyncStalenessManager
@@ -36,8 +37,8 @@ class TrainerCallbacks:
 
     log: Callable[[int, dict[str, float]], None]
     """Takes (step, values by metric name)."""
-    log_groups: Callable[[int, Sequence[Group]], None] = lambda version, groups: None
-    """Takes (policy version trained at, groups) of each step."""
+    record: RecordsSamples = field(default_factory=CountsSamples)
+    """Takes every group at its end."""
     show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
     """Takes one line per rollout or stage without progress."""
 
@@ -88,7 +89,7 @@ def make_run(
         dataloader: yields prompts.
         client: sends requests to the engines, and keeps the tokens of aborted groups.
         generator: generates a group over the client.
-        callbacks: take metrics, trained groups and stalls.
+        callbacks: take metrics, samples and stalls.
         trace: gets one span per stage, group and timed part of a step.
         evaluation_statuses: returns the activity of rollouts of evaluations, which are watched too.
         shutdown: ends the run early; None makes one.
@@ -115,6 +116,7 @@ def make_run(
         config=config,
         trace=trace,
         board=board,
+        record=callbacks.record,
     )
     watchdog = None
     if math.isfinite(trainer.stall_warning_s):
@@ -126,7 +128,7 @@ def make_run(
             show=callbacks.show_stalls,
         )
     recorder = Recorder(
-        log=callbacks.log, trace=trace, log_groups=callbacks.log_groups, generation_counts=lambda: workers.counts
+        log=callbacks.log, trace=trace, record=callbacks.record, generation_counts=lambda: workers.counts
     )
     return Run(
         config=config,

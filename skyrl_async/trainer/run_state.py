@@ -53,6 +53,7 @@ class RunSaver:
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
         await self.policy.load(checkpoint / "policy")
+        self.run.recorder.record.restore(state.num_recorded)
         await self.run.dataloader.load_state_from_checkpoint(state.dataloader)
         self.run.recorder.totals = totals = RunTotals(**state.totals)
         self.step_advantages.restore(state.kl_coef)
@@ -104,6 +105,7 @@ class RunSaver:
         progress = self._progress(state.step, state.running)
         if unless_known and progress == self._known:
             return
+        await self.run.recorder.record.flush()  # or a resumed run would lack rows
         path = await self.checkpointer.try_write(self.policy, state)
         if path is not None:
             self.newest, self.step, self._known = path, state.step, progress
@@ -125,6 +127,7 @@ class RunSaver:
             running=self.run.workers.running_groups(),
             totals=asdict(self.run.recorder.totals),
             kl_coef=self.step_advantages.kl_coef,
+            num_recorded=self.run.recorder.record.num_rows,
             filtered_in_a_row=self.run.workers.finished_groups.filtered_in_a_row,
         )
 

@@ -196,7 +196,7 @@ class TrainStage:
             policy_values = await self._policy.step(figures.loss_denominator)
             _set_wait_apart(figures, "optimizer_step", policy_values)
         await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
-        self._run.recorder.log_groups(figures.trained_version, figures.groups)
+        self._run.recorder.record_step(figures.trained_version, figures.groups)
         self.is_torn = False
         policy_values |= self._step_advantages.end_step()
         await self._run.staleness.notify_step(version)

@@ -18,6 +18,7 @@ from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
@@ -27,7 +28,7 @@ from skyrl_async.runtime.stages import Channel, run_stage
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.samples import samples_of
 from skyrl_async.trainer.run import Run
-from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, SamplingParams, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Group, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +71,32 @@ class Evaluator:
         config: checked.
         generator: generates the trajectories of a prompt.
         prompts: held out of training.
+        record: takes the samples.
         deadlines: suspends deadlines in an outage.
     """
 
     def __init__(
-        self, config: Config, generator: Generator, prompts: Sequence[Prompt], deadlines: Deadlines | None = None
+        self,
+        config: Config,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        record: RecordsSamples,
+        deadlines: Deadlines | None = None,
     ) -> None:
         filled = replace(config.generator, on_failed_samples=OnFailedSamples.train_rest)
         self._retrier = RolloutRetrier(generator, filled, deadlines)
         self._prompts = tuple(prompts)
+        self._record = record
         self._config = config.evaluation
         self._sampling = from_section(SamplingParams, config.evaluation.sampling)
         num_places = config.engine.num_engines * config.engine.max_num_seqs
         self._max_concurrent = config.evaluation.max_concurrent or num_places
 
-    async def evaluate(self, num_prompts: int, *, priority: int = 0) -> EvaluationResult | None:
+    async def evaluate(self, num_prompts: int, *, version: int, priority: int = 0) -> EvaluationResult | None:
         """Run the first ``num_prompts`` prompts; None when there are none.
 
-        ``priority`` is the priority of the requests: with that of a group admitted now, neither they nor training starve.
+        ``version`` is the one served now, for the record. With the priority of a group admitted now, neither these requests nor
+        training starve.
 
         A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
         ``NoEngineError``.
@@ -95,6 +104,7 @@ class Evaluator:
         prompts = self._prompts[:num_prompts]
         if not prompts:
             return None
+        loop = asyncio.get_running_loop()
         slots = asyncio.Semaphore(self._max_concurrent)
         failures: list[tuple[Prompt, Exception]] = []
 
@@ -108,22 +118,53 @@ class Evaluator:
                 is_evaluation=True,
             )
             async with slots:
+                started = loop.time()
                 try:
-                    return await self._retrier.generate(request)
+                    rows = await self._retrier.generate(request)
+                    self._record_ended(prompt, version, rows, loop.time() - started)
+                    return rows
                 except NoEngineError:
                     raise
                 except Exception as error:
                     logger.error("evaluation of %s failed for good: %r", prompt.uid, error)
                     failures.append((prompt, error))
+                    self._record_ended(prompt, version, (), loop.time() - started, error)
                     return ()
 
         groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
+        self._record.end_step()
         if len(failures) == len(prompts):
             prompt, error = failures[-1]
             raise GenerationError(
                 f"all {len(prompts)} evaluation rollouts failed; the last one ({prompt.uid}): {type(error).__name__}: {error}"
             ) from error
         return _averaged([group for group in groups if group], len(failures))
+
+    def _record_ended(
+        self,
+        prompt: Prompt,
+        version: int,
+        rows: tuple[Trajectory, ...],
+        seconds: float,
+        failure: Exception | None = None,
+    ) -> None:
+        """Record the samples of a prompt; with a ``failure`` none of them was finished."""
+        group = Group(
+            uid=prompt.uid,
+            admission_index=-1,
+            scheduled_version=version,
+            trajectories=rows,
+            generation_seconds=seconds,
+        )
+        self._record.add(
+            EndedGroup(
+                group=group,
+                outcome=Outcome.HELD_OUT,
+                step=version,
+                failed=() if failure is None else range(self._config.n_samples_per_prompt),
+                failure=failure,
+            )
+        )
 
     def statuses(self) -> list[list[RolloutStatus]]:
         """Return what each prompt in flight is doing, the oldest first."""
@@ -223,7 +264,9 @@ class Validation:
         result: EvaluationResult | None = None
         with self._run.recorder.trace.span("evaluate", track="evaluation", step=step), suppress(ShutdownRequested):
             async with self._run.shutdown.interruptible():
-                result = await self._evaluator.evaluate(num_prompts, priority=self._run.staleness.next_index)
+                result = await self._evaluator.evaluate(
+                    num_prompts, version=step, priority=self._run.staleness.next_index
+                )
         if result is None:
             return None
         step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged

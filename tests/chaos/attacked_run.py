@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from skyrl_async.composition.publishing import shared_memory
-from skyrl_async.metrics.tracker import read_rows
 from tests.chaos import environment
+from tests.chaos.audit import trained_groups
 from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -106,8 +106,8 @@ class AttackedRun:
     @property
     def step(self) -> int:
         """Optimizer steps on record."""
-        lines = read_rows(self._run_dir / "trained_groups.jsonl")
-        return int(lines[-1]["step"]) if lines else 0
+        groups = trained_groups(self._run_dir)
+        return int(groups[-1]["step"]) if groups else 0
 
     def family(self) -> list[psutil.Process]:
         """Every process alive that descends from it."""

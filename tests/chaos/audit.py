@@ -1,20 +1,23 @@
-"""What must hold of a run, read from its files alone: the record of trained groups, the newest checkpoint, the metrics.
+"""What must hold of a run, read from its files alone: the record of samples, the newest checkpoint, the metrics.
 
 Flows in: a run directory. Flows out: counts of what was lost, trained twice, torn or past the bound. Knows nothing of faults.
 """
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.metrics.tracker import read_steps
+from skyrl_async.record.ended import Outcome
+from skyrl_async.record.files import read_samples
 
-RECORD = "trained_groups.jsonl"
-FINAL_RECORD = "trained_groups-final.jsonl"
-"""Lines that were taken out of ``RECORD`` by who will never resume a checkpoint before them."""
+_OF_TRAINED_GROUPS = (Outcome.TRAINED, Outcome.MASKED, Outcome.ABANDONED)
 
 MAX_LOGPROB_GAP = 0.01
 """Nats by which engine and trainer may differ on a token of the version that is trained, in float32."""
@@ -47,16 +50,16 @@ class Audit:
 
 
 def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_steps: int) -> Audit:
-    """Check the run's record against its newest checkpoint. Reads it line by line: it may be long."""
+    """Check the run's record against its newest checkpoint."""
     state = _newest_state(run_dir)
     keys: Counter[tuple[int, str]] = Counter()
     sizes: Counter[int] = Counter()
     num_torn = num_over = 0
-    for line in _lines(run_dir, state["step"]):
+    for line in trained_groups(run_dir, state["step"]):
         keys[line["epoch"], line["uid"]] += 1
         sizes[line["step"]] += 1
         num_torn += _is_torn(line)
-        num_over += line["trained_version"] - line["scheduled_version"] > max_staleness_steps
+        num_over += line["step"] - 1 - line["scheduled_version"] > max_staleness_steps
     ledger = state["dataloader"]["ledger"]
     failed = ledger["totals"]["failed"]
     open_epochs = {int(epoch): states for epoch, states in ledger["epochs"].items()}
@@ -78,13 +81,20 @@ def audit(run_dir: Path, *, uids: set[str], mini_batch_size: int, max_staleness_
     )
 
 
-def _lines(run_dir: Path, last_step: int) -> Iterator[dict[str, Any]]:
-    """Of the record, up to a step; an incomplete last line (a killed run's) is left out."""
-    for path in (run_dir / FINAL_RECORD, run_dir / RECORD):
-        if path.exists():
-            with path.open(encoding="utf-8") as file:
-                lines = (json.loads(text) for text in file if text.endswith("\n"))
-                yield from (line for line in lines if line["step"] <= last_step)
+_GROUP = ("step", "epoch", "uid", "admission_index", "scheduled_version")
+
+
+def trained_groups(
+    run_dir: Path, last_step: float = math.inf, columns: Sequence[str] = ("policy_versions",)
+) -> list[dict[str, Any]]:
+    """The groups trained up to a step, in order, with these columns of their ``rows``."""
+    names = [*_GROUP, "outcome", *columns]
+    rows = [row for row in read_samples(run_dir, names).to_pylist() if row["outcome"] in _OF_TRAINED_GROUPS]
+    return [
+        {**dict(zip(_GROUP, key, strict=True)), "rows": [{name: row[name] for name in columns} for row in of_group]}
+        for key, of_group in groupby(rows, key=itemgetter(*_GROUP))
+        if key[0] <= last_step
+    ]
 
 
 def _is_torn(line: dict[str, Any]) -> bool:
@@ -92,7 +102,7 @@ def _is_torn(line: dict[str, Any]) -> bool:
         versions = [span["version"] for span in row["policy_versions"] if span["version"] >= 0]
         if versions != sorted(versions):
             return True
-        if versions and not line["scheduled_version"] <= versions[0] <= versions[-1] <= line["trained_version"]:
+        if versions and not line["scheduled_version"] <= versions[0] <= versions[-1] < line["step"]:
             return True
     return False
 

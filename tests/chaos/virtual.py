@@ -5,7 +5,6 @@ Flows in: faults, and how long to go on after each. Flows out: the files of a ru
 
 import asyncio
 import contextlib
-import json
 import random
 import signal
 from dataclasses import replace
@@ -18,7 +17,8 @@ from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
-from skyrl_async.metrics.tracker import TrainedGroupsLog, read_rows
+from skyrl_async.record.files import DIRECTORY
+from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import GRACE_S, Interruption, Phase
 from skyrl_async.simulator.clock import VirtualTimeLoop
@@ -27,7 +27,7 @@ from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.types import Trajectory
-from tests.chaos.audit import FINAL_RECORD, RECORD, Audit, audit
+from tests.chaos.audit import Audit, audit
 
 _NUM_CHECKPOINTS = 3
 _BOOT_SECONDS = 10.0
@@ -122,7 +122,7 @@ class VirtualRun:
         self._models: dict[str, ModelledEngine] = {}
         self._simulation: Simulation
         self._generator: _UnluckyGenerator
-        self._record: TrainedGroupsLog
+        self._record: SampleRecord
         self._interruption: Interruption
         self._shutdown_timeout_s: float
         self._life: asyncio.Task[None]
@@ -207,9 +207,7 @@ class VirtualRun:
 
     async def _start(self) -> None:
         usable = Checkpointer(self._checkpoints, max_to_keep=0).usable()
-        if usable is not None:
-            self._set_aside(usable.state.step)
-        self._record = TrainedGroupsLog(self._run_dir / RECORD, usable.state.step if usable else None)
+        self._record = SampleRecord(self._run_dir / DIRECTORY)
         self._engines.clear()
         self._models.clear()
         self._shutdown_timeout_s = self._rng.choice(_SHUTDOWN_TIMEOUTS_S)
@@ -219,18 +217,11 @@ class VirtualRun:
             checkpoint_dir=self._checkpoints,
             max_checkpoints_to_keep=_NUM_CHECKPOINTS,
             generator_over=self._new_generator,
-            log_groups=self._record.log,
+            record=self._record,
             shutdown=self._interruption.shutdown,
             engine_around=self._process_of,
         )
         self._life = asyncio.create_task(self._live(usable.path if usable else None), name="life")
-
-    def _set_aside(self, step: int) -> None:
-        """No later resumption goes back behind ``step``: what was trained up to there need not be read by each of them."""
-        rows = read_rows(self._run_dir / RECORD)
-        with (self._run_dir / FINAL_RECORD).open("a") as final, (self._run_dir / RECORD).open("w") as rest:
-            for row in rows:
-                (final if row["step"] <= step else rest).write(json.dumps(row) + "\n")
 
     async def _live(self, checkpoint: Path | None) -> None:
         fleet = Fleet(self._simulation.client, start=self._boot, config=_ENGINES, say=lambda line: None)
@@ -245,7 +236,8 @@ class VirtualRun:
     async def _kill(self) -> None:
         """Who is killed writes nothing any more."""
         self._simulation.trainer._saver.checkpointer = None
-        self._record.close()
+        with self._record._lock:
+            self._record._write = lambda: None  # type: ignore[method-assign]
         self._life.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._life

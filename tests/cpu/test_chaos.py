@@ -1,5 +1,6 @@
 """Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C in virtual time. ``tests/chaos`` kills processes of real runs."""
 
+import shutil
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -7,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import settings
 
-from skyrl_async.metrics.tracker import read_rows
+from skyrl_async.record.ended import Outcome
+from skyrl_async.record.files import DIRECTORY, file_of, read_samples, write
+from skyrl_async.record.table import schema
 from tests.chaos import __main__ as command
 from tests.chaos.attacked_run import AttackedRun
-from tests.chaos.audit import RECORD, audit
+from tests.chaos.audit import audit
 from tests.chaos.machine import ARunUnderFaults, Tally, run_machine
 from tests.chaos.virtual import SETTINGS, VirtualRun
 from tests.chaos.virtual_attack import attack_virtually
@@ -31,7 +35,6 @@ def test_a_long_run_under_a_hundred_faults_loses_nothing(tmp_path: Path) -> None
     assert 0 < attack.saved < attack.interrupted, "Ctrl-C ends some at once"
     assert found.steps > 60
     assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) <= 3
-    assert len(read_rows(tmp_path / RECORD)) < found.trained / 2, "a resumption reads what is not final alone"
 
 
 @pytest.mark.slow
@@ -85,20 +88,25 @@ def test_the_audit_sees_what_is_wrong(tmp_path: Path) -> None:
     run.go_on(100.0)
     assert run.audit().problems() == {}
     run.close()
-    path = tmp_path / "trained_groups.jsonl"
-    whole = path.read_text()
-    lines = whole.splitlines(keepends=True)
+    rows = read_samples(tmp_path).to_pylist()
+    whole = [row for row in rows if row["outcome"] == Outcome.TRAINED]
 
-    def problems(text: str) -> dict[str, int]:
-        path.write_text(text)
+    def problems(rows: list[dict[str, Any]]) -> dict[str, int]:
+        shutil.rmtree(tmp_path / DIRECTORY)
+        write(file_of(tmp_path / DIRECTORY, 0, len(rows)), iter([pa.Table.from_pylist(rows, schema())]))
         uids = {f"p{i}" for i in range(SETTINGS.num_prompts)}
         return audit(tmp_path, uids=uids, mini_batch_size=3, max_staleness_steps=2).problems()
 
-    assert read_rows(path)
-    assert problems("".join(lines[1:])) == {"lost": 1, "damaged_steps": 1}
-    assert problems(whole + lines[0]) == {"trained_twice": 1, "damaged_steps": 1}
-    assert problems(whole.replace('"trained_version": 0', '"trained_version": -1', 1))["torn_versions"] == 1
-    assert problems(whole.replace('"trained_version": 0', '"trained_version": 3', 1)) == {"over_bound": 1}
+    first = whole[0]
+    num_rows = SETTINGS.group_size
+    group, others = whole[:num_rows], whole[num_rows:]
+    (span,) = first["policy_versions"]
+    assert problems(others) == {"lost": 1, "damaged_steps": 1}
+    assert problems(whole + group) == {"trained_twice": 1, "damaged_steps": 1}
+    assert problems([{**first, "policy_versions": [{**span, "version": 1}]}, *whole[1:]]) == {"torn_versions": 1}
+    assert problems([{**row, "scheduled_version": row["scheduled_version"] - 3} for row in group] + others) == {
+        "over_bound": 1
+    }
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from skyrl_async.data.dataset import load_sources
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import Prompt
+from tests.chaos.audit import trained_groups
 from tests.cpu.conftest import local_ray
 from tests.cpu.forked_workers import forking_workers
 from tests.cpu.test_main import run
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENVIRONMENTS = {"gsm8k": "gsm8k", "dapo": "math", "multi_turn_tools": "calculator", "lora": "gsm8k"}
 NUM_STEPS = 2
+_COLUMNS = ("prompt_token_ids", "response_token_ids", "loss_mask", "reward", "shaped_reward")
 SMALL = (
     "engine=deterministic",
     f"trainer.num_steps={NUM_STEPS}",
@@ -42,7 +44,6 @@ SMALL = (
     "policy.warm_start.mixture_tokens=2000",
     "evaluation.num_prompts=2",
     "logging.tensorboard=false",
-    "logging.trained_tokens=true",
     "trainer.output_dir=out",
 )
 CUT = (*SMALL, "trainer.deterministic=true", "trainer.max_staleness_steps=1")
@@ -94,7 +95,7 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(
     tokenizer = AutoTokenizer.from_pretrained(out / "policy")
     (rows,) = load_sources([EXAMPLES / name / "train.jsonl"], None)
     prompts = {prompt.uid: prompt for prompt in rows}
-    groups = read_rows(out / "trained_groups.jsonl")
+    groups = trained_groups(out, columns=_COLUMNS)
     assert len(groups) == 2 * NUM_STEPS
     for group in groups:
         prompt = prompts[group["uid"]]

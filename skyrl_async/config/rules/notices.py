@@ -133,7 +133,7 @@ def _of_processes(config: Config) -> tuple[_Needs, ...]:
         ("generator", ("max_trajectory_tokens",), not is_agent, gym),
         ("server", (), config.serves_endpoint, "server.enabled=true"),
         ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
-        ("logging", ("trained_tokens",), logging.trained_groups, "logging.trained_groups=true"),
+        ("logging", ("trace_max_gb",), logging.trace, "logging.trace=true"),
     )
 
 

@@ -109,11 +109,9 @@ class LoggingConfig:
     console: bool = True
     """Live progress display (plain lines where standard output is no terminal)."""
     trace: bool = True
-    """Write a Chrome/Perfetto trace of the stages."""
-    trained_groups: bool = True
-    """Write trained_groups.jsonl: one line per trained group, with its versions, rewards and lengths."""
-    trained_tokens: bool = False
-    """Write every token with its behavior log-prob to trained_groups.jsonl, too."""
+    """Write a Chrome/Perfetto trace of the stages to trace/ in the run directory, in parts that open alone."""
+    trace_max_gb: float = bounded(1.0, ge=0.01)
+    """Bound on the trace's size, GB. Of its older parts only the longest spans of each row stay, then the oldest parts are deleted."""
     level: str = "INFO"
     """Least level of what the log file and standard error show."""
 

@@ -47,6 +47,25 @@ class RefConfig:
 
 
 @dataclass
+class SamplesConfig:
+    keep: str = "all"
+    """Samples whose texts, tokens and log-probs are kept: all; the number of groups per step of each outcome (trained, filtered, failed,
+    held out); or none. The figures of every sample are kept: reward, advantage, lengths, versions, staleness, why it was not trained.
+    """
+    max_gb: float = bounded(20.0, gt=0)
+    """Most gigabytes of samples on disk: past it the oldest lose their texts, tokens and log-probs, and after those their figures."""
+
+    def __post_init__(self) -> None:
+        is_known = self.keep in ("all", "none") or (self.keep.isdecimal() and int(self.keep) > 0)
+        require(is_known, "trainer.samples.keep", "all, none, or a number of groups per step (>= 1)", self.keep)
+
+    @property
+    def groups_with_text(self) -> int | None:
+        """Groups of each outcome in a step whose texts and tokens are kept; None: all."""
+        return {"all": None, "none": 0}[self.keep] if self.keep in ("all", "none") else int(self.keep)
+
+
+@dataclass
 class TrainerConfig:
     schedule: Schedule = Schedule.fully_async
     """fully_async: generation goes on while training does, weights change in flight. sync: generate a mini-batch, train on it, publish.
@@ -106,6 +125,8 @@ class TrainerConfig:
     """Dynamic sampling, and SkyRL's names of two keys."""
     ref: RefConfig = field(default_factory=RefConfig)
     """The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """The record of every finished sample, in samples/ of the run's directory."""
     resume_mode: ResumeMode = ResumeMode.none
     """latest continues trainer.output_dir's newest checkpoint; where there is none yet, it begins with trainer.resume_path or, without
     that, anew. from_path continues trainer.resume_path: in a new directory, or back in the run that it is of.

@@ -17,6 +17,7 @@ from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.metrics.step import StepFigures, effective_shares
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import CountsSamples
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Group
@@ -97,7 +98,7 @@ async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient
     recorder = Recorder(
         log=lambda step, values: logged.append(values),
         trace=Trace(None, lambda: 0.0),
-        log_groups=lambda version, groups: None,
+        record=CountsSamples(),
         generation_counts=dict,
     )
     figures.add_seconds("step", 1.0)

@@ -9,6 +9,7 @@ import pytest
 from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import KeptGroups
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
 
@@ -18,7 +19,7 @@ SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_ba
 @pytest.mark.parametrize(("streamed", "num_at_once"), [(False, 4), (True, 1)])
 def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: bool, num_at_once: int) -> None:
     seen: list[int] = []
-    trained: list[list[Group]] = []
+    record = KeptGroups()
 
     class Seen(StepAdvantages):
         def __call__(self, groups: Sequence[Group], *masked: MaskGroup) -> Sequence[Group]:
@@ -36,13 +37,14 @@ def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: 
         simulation = Simulation(
             replace(SETTINGS, stream_mini_batch=streamed),
             advantages=Advantages(of_stage=None, of_step=Seen(estimator)),
-            log_groups=lambda _, groups: trained.append(list(groups)),
+            record=record,
         )
         await simulation.trainer.run()
 
     run_in_virtual_time(main())
     assert seen == [num_at_once] * (6 * 4 // num_at_once)
-    for groups in trained:
+    for step in range(1, 7):
+        groups = [group for at, group in record.trained if at == step]
         assert [group.advantages for group in groups] == [(i % num_at_once,) * 2 for i in range(4)]
         if not streamed:
             assert [g.admission_index for g in groups] == sorted(g.admission_index for g in groups)

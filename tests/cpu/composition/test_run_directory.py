@@ -14,7 +14,12 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.main import run
 from skyrl_async.metrics.tracker import read_rows
+from skyrl_async.record.ended import EndedGroup, Outcome
+from skyrl_async.record.files import DIRECTORY as SAMPLES
+from skyrl_async.record.files import read_samples
+from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.types import Group
 from tests.cpu.quick_config import config_of
 
 LATEST, FROM_PATH, EVAL_ONLY = (
@@ -35,9 +40,13 @@ def run_in(
 ) -> Path:
     """What a run leaves that logged so many steps and wrote these checkpoints."""
     directory.mkdir(exist_ok=True)
-    for name in ("metrics.jsonl", "trained_groups.jsonl"):
-        lines = [json.dumps({"step": step, "time_s": 1.0 * step}) + "\n" for step in steps]
-        (directory / name).write_text("".join(lines))
+    lines = [json.dumps({"step": step, "time_s": 1.0 * step}) + "\n" for step in steps]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    record = SampleRecord(directory / SAMPLES)
+    for step in steps:
+        group = Group(uid=f"p{step}", admission_index=step, scheduled_version=0, trajectories=())
+        record.add(EndedGroup(group=group, outcome=Outcome.FAILED, step=step, failed=[0], failure=OSError("it broke")))
+    record.close()
     (directory / "config.yaml").write_text("trainer: {eval_only: false}\n")
     if has_finished:
         (directory / "summary.json").write_text("{}")
@@ -71,7 +80,10 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def steps_in(directory: Path) -> list[list[int]]:
-    return [[row["step"] for row in read_rows(directory / name)] for name in ("metrics.jsonl", "trained_groups.jsonl")]
+    return [
+        [row["step"] for row in read_rows(directory / "metrics.jsonl")],
+        read_samples(directory)["step"].to_pylist(),
+    ]
 
 
 @pytest.mark.parametrize("has_finished", [True, False])
@@ -137,9 +149,10 @@ def test_a_record_is_cut_only_when_the_checkpoint_is_resumed(tmp_path: Path, ove
         f"cache_dir={tmp_path / 'policy_dir'}",
         "logging.tensorboard=false",
     ]
-    before = {name: (run_dir / name).read_text() for name in ("metrics.jsonl", "trained_groups.jsonl", "config.yaml")}
+    before = {name: held for name, held in files_in(run_dir).items() if not name.startswith("checkpoints")}
     assert run(config_in(run_dir, *chosen, *failing), []) == 1
-    assert {name: (run_dir / name).read_text() for name in before} == before
+    after = files_in(run_dir)
+    assert {name: after[name] for name in before} == before
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

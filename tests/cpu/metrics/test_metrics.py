@@ -1,6 +1,5 @@
 """Where numbers go: the log, TensorBoard, the trace, the curves, the summary, log lines."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -13,11 +12,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,7 +23,7 @@ from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.sinks import TensorBoardSink
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.metrics.tracker import MetricsLog, Tracker, free_path, read_rows, read_steps
+from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 
 ROOT = Path(__file__).parents[3]
@@ -147,134 +143,6 @@ def test_tensorboard_loads_neither_torch_nor_tensorflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def spans(path: Path) -> list[dict[str, Any]]:
-    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-
-
-def test_a_trace_is_a_json_array_with_named_processes_and_threads(tmp_path: Path) -> None:
-    clock = Clock()
-    with closing(Trace(tmp_path / "trace.json", clock)) as trace:
-        with trace.span("train", "trainer", step=1) as args:
-            clock.now += 0.25
-            args["num_tokens"] = 7
-        trace.past_span("publish", "engine-0/load", 100.0, 100.5, version=1)
-    events = json.loads((tmp_path / "trace.json").read_text())
-    span = next(event for event in events if event["ph"] == "X")
-    assert (span["name"], span["ts"], span["dur"], span["args"]) == ("train", 0, 250_000, {"step": 1, "num_tokens": 7})
-    names = [
-        (event["name"], event["args"]["name"]) for event in events if event["name"] in ("process_name", "thread_name")
-    ]
-    assert set(names) == {
-        ("process_name", "run"),
-        ("process_name", "engine-0"),
-        ("thread_name", "trainer"),
-        ("thread_name", "load"),
-    }
-
-
-def test_a_span_inside_another_shares_its_row_and_lies_within_it(tmp_path: Path) -> None:
-    clock = Clock()
-    with closing(Trace(tmp_path / "trace.json", clock)) as trace, trace.span("outer", "publish"):
-        clock.now += 1
-        with trace.span("inner", "publish"):
-            clock.now += 1
-        clock.now += 1
-    inner, outer = spans(tmp_path / "trace.json")
-    assert inner["tid"] == outer["tid"]
-    assert (outer["ts"], outer["dur"], inner["ts"], inner["dur"]) == (0, 3_000_000, 1_000_000, 1_000_000)
-
-
-async def test_spans_of_concurrent_tasks_get_rows_of_their_own_and_rows_are_reused(tmp_path: Path) -> None:
-    clock = Clock()
-    trace = Trace(tmp_path / "trace.json", clock)
-    both_are_open = asyncio.Barrier(2)
-
-    async def group(uid: str) -> None:
-        with trace.span("group", "generation", uid=uid):
-            await both_are_open.wait()
-            with trace.span("turn", "generation", uid=uid):
-                clock.now += 1
-                await both_are_open.wait()
-
-    for _ in range(3):
-        async with asyncio.TaskGroup() as tasks:
-            for uid in ("a", "b"):
-                tasks.create_task(group(uid), name=uid)
-    trace.close()
-    drawn = spans(tmp_path / "trace.json")
-    assert len(drawn) == 12
-    assert len({span["tid"] for span in drawn}) == 2
-    assert_rows_nest(drawn)
-
-
-@given(moves=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
-def test_spans_on_a_row_never_overlap_without_nesting(
-    moves: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path, clock = tmp_path_factory.mktemp("trace") / "trace.json", Clock()
-
-    async def run() -> None:
-        """Five tasks, each opening or closing its innermost span when told to."""
-        trace = Trace(path, clock)
-
-        async def task(orders: asyncio.Queue[bool], done: asyncio.Event, depth: int = 0) -> None:
-            while True:
-                is_opening = await orders.get()
-                clock.now += 1
-                done.set()
-                if not is_opening and depth > 0:
-                    return
-                if is_opening:
-                    with trace.span(f"depth {depth}", "track"):
-                        await task(orders, done, depth + 1)
-
-        orders = [asyncio.Queue[bool]() for _ in range(5)]
-        done = asyncio.Event()
-        tasks = [asyncio.create_task(task(queue, done), name=f"task-{i}") for i, queue in enumerate(orders)]
-        for index, is_opening in moves:
-            done.clear()
-            orders[index].put_nowait(is_opening)
-            await done.wait()
-            await asyncio.sleep(0)
-        for one in tasks:
-            one.cancel()
-            clock.now += 1
-            await asyncio.wait([one])
-        trace.close()
-
-    asyncio.run(run())
-    assert_rows_nest(spans(path))
-
-
-def assert_rows_nest(drawn: list[dict[str, Any]]) -> None:
-    """Two spans on a row are either apart or one inside the other."""
-    for one in drawn:
-        for other in drawn:
-            if one is other or one["tid"] != other["tid"]:
-                continue
-            begin, end = one["ts"], one["ts"] + one["dur"]
-            other_begin, other_end = other["ts"], other["ts"] + other["dur"]
-            is_apart = end <= other_begin or other_end <= begin
-            is_inside = (begin >= other_begin and end <= other_end) or (other_begin >= begin and other_end <= end)
-            assert is_apart or is_inside, (one, other)
-
-
-def test_a_trace_that_was_never_closed_needs_only_its_bracket(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json", Clock())
-    with trace.span("train", "trainer"):
-        pass
-    assert len(json.loads((tmp_path / "trace.json").read_text() + "]")) == 4
-    trace.close()
-
-
-def test_each_resume_of_a_run_gets_a_trace_of_its_own(tmp_path: Path) -> None:
-    for expected in ("trace.json", "trace-2.json", "trace-3.json"):
-        path = free_path(tmp_path / "trace.json")
-        assert path.name == expected
-        Trace(path, Clock()).close()
-        assert json.loads(path.read_text()) == []
-
-
 @pytest.mark.parametrize(
     "num_steps", [pytest.param(None, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow), 2]
 )
@@ -360,21 +228,22 @@ def test_lines_that_the_disk_refuses_are_lost_whole_and_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    log, trace = MetricsLog(tmp_path / "metrics.jsonl"), Trace(tmp_path / "trace.json", clock)
+    log, trace = MetricsLog(tmp_path / "metrics.jsonl"), Trace(tmp_path / "trace", clock)
     log.log(1, {"reward/mean": 1.0})
     with trace.span("first", "a"):
         pass
-    size = min(path.stat().st_size for path in tmp_path.iterdir())
+    part = tmp_path / "trace" / "000001.json"
+    size = min(path.stat().st_size for path in (tmp_path / "metrics.jsonl", part))
     caplog.clear()
     with files_of_at_most(size + 20):
         for step in (2, 3, 4):
             log.log(step, {"reward/mean": 1.0, "reward/eval": 1.0})
-    with files_of_at_most((tmp_path / "trace.json").stat().st_size + 20), trace.span("lost", "a"):
+    with files_of_at_most(part.stat().st_size + 20), trace.span("lost", "a"):
         pass
     said = [record.getMessage() for record in caplog.records]
     assert [message.partition(" cannot be written (File too large)")[0] for message in said] == [
         str(tmp_path / "metrics.jsonl"),
-        str(tmp_path / "trace.json"),
+        str(part),
     ]
     log.log(5, {"reward/mean": 0.5})
     with trace.span("last", "a"):
@@ -382,7 +251,7 @@ def test_lines_that_the_disk_refuses_are_lost_whole_and_reported_once(
     log.close()
     trace.close()
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 5]
-    events = json.loads((tmp_path / "trace.json").read_text())
+    events = json.loads(part.read_text())
     assert [event["name"] for event in events if event["ph"] == "X"] == ["first", "last"]
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,9 @@ from skyrl_async.metrics.console import cells
 from skyrl_async.rollout.finished_group_filter import NoSignal, no_signal
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.types import Group, Trajectory
+from skyrl_async.types import Trajectory
 
 FILTERING = SimulationSettings(
     mini_batch_size=4,
@@ -247,11 +246,10 @@ def test_with_weights_that_change_between_batches_what_is_trained_does_not_depen
     for settings_of_run in (job, replace(job, **times)):
         rows: list[tuple] = []
 
-        def note(version: int, groups: Sequence[Group], rows: list[tuple] = rows) -> None:
-            rows.extend((version, g.uid, g.epoch, g.admission_index, g.scheduled_version) for g in groups)
-            rows.extend(row.versions for g in groups for row in g.trajectories)
-
-        simulate(settings_of_run, share, log_groups=note)
+        record = KeptGroups()
+        simulate(settings_of_run, share, record=record)
+        rows += [(step, g.uid, g.epoch, g.admission_index, g.scheduled_version) for step, g in record.trained]
+        rows += [row.versions for _, g in record.trained for row in g.trajectories]
         runs.append(rows)
     assert runs[0] == runs[1]
 

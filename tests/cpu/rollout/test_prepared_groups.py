@@ -11,7 +11,7 @@ import pytest
 from skyrl_async.errors import WorkerDiedError
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.simulator.models import KeptGroups, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.workers.logprob_workers import LogprobStageWork
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
@@ -111,11 +111,9 @@ def test_groups_that_wait_for_their_log_probs_stay_within_the_bound_and_every_pr
         SETTINGS, staleness_policy=policy, max_staleness_steps=1, num_prompts=48, num_epochs=1, sigma=1.2
     )
     settings = replace(settings, num_steps=None)
-    trained: list[str] = []
-    simulation, _ = simulate(
-        settings, prepare_with=one_at_a_time, log_groups=lambda _, groups: trained.extend(g.uid for g in groups)
-    )
-    assert sorted(trained) == sorted(f"p{i}" for i in range(48))
+    record = KeptGroups()
+    simulation, _ = simulate(settings, prepare_with=one_at_a_time, record=record)
+    assert sorted(group.uid for _, group in record.trained) == sorted(f"p{i}" for i in range(48))
     assert policy == "mask" or simulation.trainer.totals.staleness_max <= 1
 
 

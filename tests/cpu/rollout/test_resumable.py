@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -244,6 +244,36 @@ def test_a_dead_engine_raises_when_asked_for_partial_outputs() -> None:
             await dead.partial_outputs(["r"])
 
     run_in_virtual_time(main())
+
+
+class Asked(ModelledEngine):
+    """Notes what it is asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.asked: list[str] = []
+
+    async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
+        self.asked += request_ids
+        return await super().partial_outputs(request_ids)
+
+
+def test_a_checkpoint_asks_each_engine_for_its_own_requests_alone() -> None:
+    async def main() -> tuple[list[Asked], list[OpenGeneration]]:
+        engines = [Asked(f"e{i}", num_tokens_of=lambda prompt, seed: 200, tokens_per_second=100) for i in range(3)]
+        user, generations = client(*engines), [OpenGeneration() for _ in range(12)]
+        async with asyncio.TaskGroup() as tasks:
+            for generation in generations:
+                sampling = SamplingParams(max_tokens=500)
+                tasks.create_task(user.generate_tokens((1,), sampling, generation=generation))
+            await asyncio.sleep(1)
+            await user.collect_open_tokens()
+            assert all(len(generation.partial_output().token_ids) > 50 for generation in generations)
+        return engines, generations
+
+    engines, generations = run_in_virtual_time(main())
+    assert [len(engine.asked) for engine in engines] == [4, 4, 4]
+    assert len({request for engine in engines for request in engine.asked}) == len(generations)
 
 
 ROW = Trajectory(

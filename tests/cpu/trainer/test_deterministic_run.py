@@ -26,6 +26,7 @@ from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import CountsSamples
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.preparation import reward_with
 from skyrl_async.rollout.staleness import _AsyncStalenessManager
@@ -245,7 +246,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         policy=leasing,
         publisher=publisher,
         prepare={"reward": reward_with(grpo_advantages)},
-        evaluator=Evaluator(config, generator, prompts=[]),
+        evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
     )

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from skyrl_async.metrics.tracker import read_rows
+from skyrl_async.record.files import read_samples
 from tests.cpu.test_main import NO_VLLM, Command, Outcome, dataset, policy_dir, row, run
 
 __all__ = ["policy_dir"]  # a fixture
@@ -30,7 +31,6 @@ OVERRIDES = (
     "evaluation.sampling.max_tokens=24",
     "policy.warm_start.enabled=false",
     "task.reward=rewards:by_letters",
-    "logging.trained_tokens=true",
     "trainer.output_dir=out",
 )
 REWARDS = """
@@ -99,10 +99,10 @@ def test_two_runs_of_a_deterministic_command_log_the_same_values_but_for_times(r
 @pytest.mark.slow
 def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs: list[Path], policy_dir: Path) -> None:
     first, second = (
-        list(map(without_times, map(json.loads, (run / "trained_groups.jsonl").read_text().splitlines())))
+        [row for row in read_samples(run).drop_columns(["row", "seconds"]).to_pylist() if row["outcome"] == "trained"]
         for run in runs
     )
-    assert first == second and all("response_token_ids" in row for group in first for row in group["rows"])
+    assert first == second and all(row["response_token_ids"] and row["turns"] for row in first)
     weights = [(run / "policy" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
     assert (policy_dir / "model.safetensors").read_bytes() != weights[0]
@@ -133,7 +133,11 @@ def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_file
         assert path.exists(), path
         now = path.read_bytes()
         assert now == content or (path.name in growing and now.startswith(content)), path
-    assert {path.name for path in out.iterdir()} - left == {"evaluation.json", "evaluation-2.json", "trace-2.json"}
+    assert {path.name for path in out.iterdir()} - left == {
+        "evaluation.json",
+        "evaluation-2.json",
+        "evaluation_samples",
+    }
     assert (out / "evaluation.json").read_text() == "of an evaluation before"
     evaluation = json.loads((out / "evaluation-2.json").read_text())
     step, checkpoint = NUM_STEPS, out / "checkpoints" / f"global_step_{NUM_STEPS}"

@@ -8,6 +8,7 @@ import pytest
 from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_async.config.schema.run import Config, EvaluationConfig
 from skyrl_async.errors import GenerationError
+from skyrl_async.record.ended import CountsSamples
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.types import ENVIRONMENT_VERSION, Prompt, Trajectory
@@ -42,12 +43,14 @@ def evaluator(player: Player, num_prompts: int = 4) -> Evaluator:
             n_samples_per_prompt=2, max_concurrent=2, sampling=SamplingConfig(max_tokens=8, temperature=0.5)
         ),
     )
-    return Evaluator(config, player, [Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)])
+    return Evaluator(
+        config, player, [Prompt(uid=str(i), messages=(), env_class="e") for i in range(num_prompts)], CountsSamples()
+    )
 
 
 async def test_requests_of_an_evaluation_have_the_priority_of_groups_admitted_now() -> None:
     player = Player()
-    result = await evaluator(player).evaluate(3, priority=17)
+    result = await evaluator(player).evaluate(3, version=0, priority=17)
     assert result is not None and result.reward == 1.0 and result.num_prompts == 3 and result.num_tokens == 12
     assert {(request.priority, request.is_evaluation) for request in player.requests} == {(17, True)}
 
@@ -64,7 +67,7 @@ async def test_no_more_prompts_are_evaluated_at_once_than_configured() -> None:
             return await super().generate(request)
 
     player = Slow()
-    await evaluator(player, num_prompts=7).evaluate(7)
+    await evaluator(player, num_prompts=7).evaluate(7, version=0)
     assert (player.most_open, len(player.requests)) == (2, 7)
 
 
@@ -74,12 +77,12 @@ async def test_the_versions_of_an_evaluation_are_those_of_sampled_tokens() -> No
             rows = await super().generate(request)
             return tuple(replace(row, loss_mask=(1, 0), versions=(7, ENVIRONMENT_VERSION)) for row in rows)
 
-    result = await evaluator(Environment()).evaluate(4)
+    result = await evaluator(Environment()).evaluate(4, version=0)
     assert result is not None and result.versions == (7, 7)
 
 
 async def test_a_prompt_that_fails_is_left_out_and_counted() -> None:
-    result = await evaluator(Player("0", "3")).evaluate(4)
+    result = await evaluator(Player("0", "3")).evaluate(4, version=0)
     assert result is not None and result.reward == 1.5 and result.num_failed == 2
 
 
@@ -87,4 +90,4 @@ async def test_when_all_prompts_fail_the_error_names_the_last_failure() -> None:
     with pytest.raises(
         GenerationError, match=r"all 1 evaluation rollouts failed; the last one \(0\): ValueError: refused"
     ):
-        await evaluator(Player("0")).evaluate(1)
+        await evaluator(Player("0")).evaluate(1, version=0)

@@ -16,7 +16,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Trajectory, WeightUpdate
 
@@ -56,14 +56,14 @@ def ended_by_a_failure(
     directory: Path, *, at: float, has_engine: bool, settings: SimulationSettings = BUSY_TRAINER
 ) -> tuple[Simulation, list[int]]:
     """A run whose rollouts fail, or whose only engine dies, at a moment (seconds); and the steps whose groups were logged."""
-    logged: list[int] = []
+    record = KeptGroups()
 
     async def main() -> Simulation:
         simulation = Simulation(
             settings,
             checkpoint_dir=directory,
             generator_over=lambda client: BreaksAt(client, at if has_engine else math.inf),
-            log_groups=lambda version, groups: logged.append(version + 1),
+            record=record,
         )
         if not has_engine:
             pool = simulation.client.pool
@@ -72,7 +72,7 @@ def ended_by_a_failure(
             await simulation.trainer.run()
         return simulation
 
-    return run_in_virtual_time(main()), logged
+    return run_in_virtual_time(main()), list(dict.fromkeys(step for step, _ in record.trained))
 
 
 @pytest.mark.slow
