@@ -239,6 +239,7 @@ async def test_an_eviction_hands_back_what_can_go_on_elsewhere_and_waits_for_the
     await engine.ping()
     calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=LONG))) for i in range(3)]
     streaming = asyncio.ensure_future(collect(engine, make_request("stream", max_tokens=LONG)))
+    await wait_for_blocks(engine, 1, num_others=4)
     stubborn = asyncio.ensure_future(engine.generate(make_request("stubborn", max_tokens=100, presence_penalty=0.1)))
     await wait_for_blocks(engine, 5)
     await engine.evict()
@@ -414,7 +415,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped_and_answers_
     async with asyncio.TaskGroup() as tasks:
         asking = [tasks.create_task(answers_until(engine, is_published)) for engine in engines]
         for engine in engines:
-            await wait_for_blocks(engine, 2)
+            await wait_for_blocks(engine, 2, num_others=1)
         await sending.publish(5)
         is_published.set()
     assert await sending.verifier.verify_checksums(5) == expected
