@@ -75,7 +75,7 @@ async def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(
+async def started_engines(
     ray_session: None, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[list[RayEngine]]:
     """Two engines; the tests of their deaths come last."""
@@ -89,6 +89,15 @@ async def engines(
         await engine.close()
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engines(started_engines: list[RayEngine]) -> AsyncIterator[list[RayEngine]]:
+    """The two engines, resumed after a test that failed while they were paused."""
+    yield started_engines
+    for engine in started_engines:
+        with contextlib.suppress(EngineDeadError):
+            await engine.resume()
 
 
 async def collect(engine: RayEngine, request: EngineRequest) -> list[EngineOutput]:
@@ -121,9 +130,10 @@ async def test_engines_do_not_draw_each_others_samples(engines: list[RayEngine])
 
 
 async def test_what_a_pause_aborts_goes_on_inside_the_engine_and_new_requests_wait(engines: list[RayEngine]) -> None:
-    engine, length = engines[0], 500
+    engine, length = engines[0], 1000
     expected = await engines[1].generate(make_request("expected", max_tokens=length))
     calls = [asyncio.ensure_future(engine.generate(make_request(str(i), max_tokens=length))) for i in range(3)]
+    await wait_for_blocks(engine, 1, num_others=3)
     blocks = []
     async for block in engine.stream(make_request("stream", max_tokens=length)):
         blocks.append(block)
@@ -156,8 +166,9 @@ async def test_what_is_evicted_comes_back_with_its_tokens_and_goes_on_in_another
 ) -> None:
     """Also a request that was continued in its engine before; what is not evicted stays."""
     engine, other = engines
-    staying, moving = make_request("s.1", max_tokens=500), make_request("s", max_tokens=LONG)
+    staying, moving = make_request("s.1", max_tokens=1000), make_request("s", max_tokens=LONG)
     stays, moves = (asyncio.ensure_future(engine.generate(request)) for request in (staying, moving))
+    await wait_for_blocks(engine, 1, num_others=2)
     blocks = []
     async for block in engine.stream(make_request("stream", max_tokens=LONG)):
         blocks.append(block)
@@ -167,7 +178,7 @@ async def test_what_is_evicted_comes_back_with_its_tokens_and_goes_on_in_another
                 await engine.evict(["s", "stream", "gone"])
             await engine.resume()
     moved = await moves
-    num_tokens = max(500, len(moved.token_ids) + 50, len(tokens_of(blocks)))
+    num_tokens = max(1000, len(moved.token_ids) + 50, len(tokens_of(blocks)))
     expected = (await other.generate(make_request("expected", max_tokens=num_tokens))).token_ids.tolist()
     for output, tokens in ((moved, tokens_of([moved])), (blocks[-1], tokens_of(blocks))):
         assert output.finish_reason is FinishReason.ABORT
@@ -176,7 +187,7 @@ async def test_what_is_evicted_comes_back_with_its_tokens_and_goes_on_in_another
     prompt = make_request("p").prompt_token_ids
     rest = make_request("rest", follow(prompt, moved), max_tokens=num_tokens - len(moved.token_ids))
     assert tokens_of([moved, await other.generate(rest)]) == expected
-    assert (await stays).token_ids.tolist() == expected[:500]
+    assert (await stays).token_ids.tolist() == expected[:1000]
     assert (await engine.statistics())["num_requests"] == 0
 
 
