@@ -45,6 +45,7 @@ from skyrl_async.metrics.tracker import (
     free_path,
 )
 from skyrl_async.record.files import DIRECTORY as SAMPLES
+from skyrl_async.record.files import TOKENIZER
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.garbage import collect_rarely
@@ -278,6 +279,8 @@ class _Run:
             console.stuck(lines)
 
         samples, run_dir = self.config.trainer.samples, self.run_dir
+        if parts.renderer and not (run_dir / TOKENIZER).exists():
+            parts.renderer.tokenizer.backend_tokenizer.save(str(run_dir / TOKENIZER), pretty=False)
         record = SampleRecord(
             free_path(run_dir / f"evaluation_{SAMPLES}") if self.config.trainer.eval_only else run_dir / SAMPLES,
             turns_of=TurnSplitter(parts.renderer).turns if parts.renderer else None,

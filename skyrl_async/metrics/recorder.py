@@ -68,6 +68,7 @@ class Recorder:
             "generate/tokens": float(new["tokens"]),
             "generate/tokens_per_second": new["tokens"] / seconds,
             "generate/filtered_frac": new["filtered_groups"] / max(1, new["groups"]),
+            "generate/failed_frac": new["lost_samples"] / max(1, new["ended_samples"]),
         }
 
     def log_step(self, figures: StepFigures, policy: Mapping[str, float], more: Mapping[str, float]) -> None:

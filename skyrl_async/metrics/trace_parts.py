@@ -70,6 +70,15 @@ def read_spans(trace: Path, begin: float = -math.inf, end: float = math.inf) -> 
                     yield Span(track=track, lane=lane, name=event["name"], begin=began, end=ended, args=args)
 
 
+def trace_end(run_dir: Path) -> float:
+    """When the newest span ended, seconds since the run's trace began; 0 without a trace."""
+    for part in reversed(_part_files(run_dir / "trace")):
+        ends = [(event["ts"] + event["dur"]) / 1e6 for event in _events(part) if event.get("ph") == "X"]
+        if ends:
+            return max(ends)
+    return 0.0
+
+
 def _part_files(directory: Path) -> list[Path]:
     """Return the parts, the oldest first."""
     return sorted(directory.glob("[0-9]*.json"))

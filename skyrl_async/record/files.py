@@ -10,6 +10,7 @@ readers here, and the next run, take no notice of the smaller one.
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 DIRECTORY = "samples"
 """Of a run's directory."""
+TOKENIZER = "tokenizer.json"
+"""Beside it: the tokenizer of the run, in the format of Hugging Face's ``tokenizers``, so that a reader knows the text of each token."""
 _NAME = re.compile(r"(\d{12})-(\d{12})(\.part|\.figures|)\.parquet")
 _WRITING = ".writing"
 _ROW_GROUP_BYTES = 16 << 20
@@ -68,25 +71,67 @@ def files_in(directory: Path) -> list[SamplesFile]:
     return files
 
 
-def read_samples(run_dir: Path, columns: Sequence[str] | None = None, *, uid: str | None = None) -> "pa.Table":
-    """The rows of a run, or of one prompt, in order; of all columns, or of these. The run may go on meanwhile.
+def read_samples(
+    run_dir: Path,
+    columns: Sequence[str] | None = None,
+    *,
+    uid: str | None = None,
+    begin: int = 0,
+    end: int = sys.maxsize,
+) -> "pa.Table":
+    """The rows of a run, in order; the run may go on meanwhile.
+
+    Args:
+        run_dir: directory of the run.
+        columns: all if None.
+        uid: only rows of this prompt.
+        begin, end: only rows from ``begin`` to before ``end``, by their numbers.
 
     Raises ``CheckpointError`` for a file that is damaged or of another format.
     """
     import pyarrow as pa
 
     wanted = schema() if columns is None else pa.schema([schema().field(name) for name in columns])
+    only = [("row", ">=", begin), ("row", "<", end)] if begin > 0 or end < sys.maxsize else []
+    only += [("uid", "==", uid)] if uid is not None else []
     while True:
-        files = files_in(run_dir / DIRECTORY)
+        files = [file for file in files_in(run_dir / DIRECTORY) if file.end > begin and file.first < end]
         try:
-            return pa.concat_tables([wanted.empty_table(), *_tables(files, columns, uid)])
+            return pa.concat_tables([wanted.empty_table(), *_tables(files, columns, only)])
         except FileNotFoundError:  # the run has joined or thinned files
-            if files == files_in(run_dir / DIRECTORY):
+            if set(files) <= set(files_in(run_dir / DIRECTORY)):
                 raise
 
 
+def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
+    """The numbers of the newest rows with ``words`` in the text of a turn, in any case; at most so many.
+
+    Holds one row group (16 MB) in memory at a time. A file that the run joins or thins meanwhile is left out.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    found: list[int] = []
+    for file in reversed(files_in(run_dir / DIRECTORY)):
+        try:
+            opened = pq.ParquetFile(file.path)
+        except FileNotFoundError:
+            continue
+        with opened:
+            for group in reversed(range(opened.num_row_groups)):
+                table = opened.read_row_group(group, columns=["row", "turns.list.element.text"])
+                turns = table["turns"].combine_chunks()
+                texts = pc.struct_field(pc.list_flatten(turns), "text")
+                has_words = pc.match_substring(texts, words, ignore_case=True)
+                places = pc.unique(pc.list_parent_indices(turns).filter(has_words))
+                found += reversed(table["row"].take(places).to_pylist())
+                if len(found) >= at_most:
+                    return found[:at_most]
+    return found
+
+
 def _tables(
-    files: Sequence[SamplesFile], columns: Sequence[str] | None = None, uid: str | None = None
+    files: Sequence[SamplesFile], columns: Sequence[str] | None = None, only: Sequence[tuple[str, str, Any]] = ()
 ) -> Iterator["pa.Table"]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -98,9 +143,11 @@ def _tables(
                 raise CheckpointError(
                     f"{file.path} was written by another version of skyrl_async: it has the columns {', '.join(names)}"
                 )
-            wanted = None if uid is None else [("uid", "==", uid)]
             yield pq.read_table(
-                file.path, columns=None if columns is None else list(columns), filters=wanted, partitioning=None
+                file.path,
+                columns=None if columns is None else list(columns),
+                filters=list(only) or None,
+                partitioning=None,
             )
         except (pa.ArrowException, EOFError) as error:
             raise CheckpointError(f"{file.path} is damaged: {error}; take the file out") from error

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _COUNTS = (
     *("groups", "trajectories", "tokens", "aborts", "failed_groups", "failed_samples"),
-    *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples"),
+    *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples", "ended_samples", "lost_samples"),
 )
 
 
@@ -345,6 +345,8 @@ class GenerationWorkers:
             tokens=sum(row.num_sampled_tokens for row in rows),
             aborts=sum(row.num_aborts for row in rows),
             failed_samples=result.num_failed,
+            ended_samples=self._num_samples,
+            lost_samples=result.num_failed,
             side_tokens=sum(int(of.get("agent/side_tokens", 0)) for of in figures),
             cut_short_samples=sum(int(of.get("agent/cut_short", 0)) for of in figures),
         )
@@ -355,7 +357,7 @@ class GenerationWorkers:
         await self.dataloader.mark_failed_uid(group.key)
         await self.staleness.on_rollout_rejected(group.admission)
         self.buffer.notify()
-        self._counts["failed_groups"] += 1
+        self._counts.update(failed_groups=1, ended_samples=self._num_samples, lost_samples=self._num_samples)
         logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
         self._failures.count(group.prompt.uid, error)
 

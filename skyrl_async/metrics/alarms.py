@@ -1,0 +1,202 @@
+"""Rules that say what is wrong with a run, from the figures of its steps alone.
+
+A rule looks at one figure. It gives an alarm when the figure has been bad in each of the last ``num_steps`` steps that have it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+Row = Mapping[str, float]
+"""Figures of a step by metric name."""
+
+_WARM_UP_STEPS = 2
+"""Caches are cold, and groups of the first steps were begun together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Something that is wrong at the newest step."""
+
+    name: str
+    since_step: int
+    says: str
+    """What is wrong, with the figure."""
+    metric: str
+    """The figure that shows it."""
+    advice: str
+    """Which key of the configuration changes it, and how."""
+
+    def __str__(self) -> str:
+        return f"{self.says} (since step {self.since_step}; {self.metric}). {self.advice}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When a figure is bad, and what to say then."""
+
+    name: str
+    metric: str
+    is_bad: Callable[[float, Row], bool]
+    """Called with the figure and its row."""
+    says: str
+    """A format with ``value``."""
+    advice: str
+    num_steps: int = 5
+
+    def alarm(self, rows: Sequence[Row]) -> Alarm | None:
+        """The alarm at the newest step, if there is one."""
+        since = value = None
+        num_bad = 0
+        for row in reversed(rows):
+            if self.metric not in row or row["step"] <= _WARM_UP_STEPS:
+                continue
+            if not self.is_bad(row[self.metric], row):
+                break
+            value = row[self.metric] if value is None else value
+            since, num_bad = int(row["step"]), num_bad + 1
+        if since is None or num_bad < self.num_steps:
+            return None
+        says = self.says.format(value=value)
+        return Alarm(name=self.name, since_step=since, says=says, metric=self.metric, advice=self.advice)
+
+
+def _at_least(limit: float) -> Callable[[float, Row], bool]:
+    return lambda value, _: value >= limit
+
+
+def _is_costly(seconds: float, row: Row) -> bool:
+    return seconds >= 0.1 * row.get("timing/step", float("inf"))
+
+
+RULES = (
+    Rule(
+        name="failing samples",
+        metric="generate/failed_frac",
+        is_bad=_at_least(0.1),
+        says="{value:.0%} of the samples fail",
+        advice="The commonest reason is under Samples, outcome failed; generator.max_retries tries more often.",
+        num_steps=3,
+    ),
+    Rule(
+        name="abandoned samples",
+        metric="generate/abandoned_frac",
+        is_bad=_at_least(0.2),
+        says="Harnesses leave {value:.0%} of the samples without a reward",
+        advice="Look at such a sample: its harness ended early. generator.agent_timeout_s gives it more time.",
+        num_steps=3,
+    ),
+    Rule(
+        name="engines hold other weights",
+        metric="policy/lag0_behavior_kl",
+        is_bad=_at_least(0.01),
+        says="Engine and trainer disagree by {value:.3g} nats per token on tokens of the very version that is trained",
+        advice="Compare dtypes, temperature and template: inference_engine.dtype and training.dtype.",
+        num_steps=3,
+    ),
+    Rule(
+        name="no signal, all wrong",
+        metric="reward/zero_variance_frac",
+        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 1.0) < 0.5,
+        says="In {value:.0%} of the groups all samples have the same, low reward: they train nothing",
+        advice="Take easier prompts, raise generator.n_samples_per_prompt, or look at a sample whether its reward is right.",
+    ),
+    Rule(
+        name="no signal, all right",
+        metric="reward/zero_variance_frac",
+        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 0.0) >= 0.5,
+        says="In {value:.0%} of the groups all samples have the same, high reward: they train nothing",
+        advice="The prompts are solved: end the run, or take harder ones.",
+    ),
+    Rule(
+        name="nothing passes the filter",
+        metric="generate/filtered_frac",
+        is_bad=_at_least(0.8),
+        says="{value:.0%} of the finished groups are left out because their rewards do not differ",
+        advice="Take prompts nearer to what the policy can do, or raise generator.n_samples_per_prompt.",
+    ),
+    Rule(
+        name="effective sample size",
+        metric="policy/ess",
+        is_bad=lambda share, _: share < 0.5,
+        says="Importance ratios leave an effective sample size of {value:.0%} of the tokens",
+        advice="Lower trainer.max_staleness_steps or training.lr, or set trainer.algorithm.off_policy_correction.",
+        num_steps=3,
+    ),
+    Rule(
+        name="all tokens masked",
+        metric="policy/correction_masked",
+        is_bad=_at_least(0.5),
+        says="Off-policy corrections leave {value:.0%} of the tokens out of the loss",
+        advice="Lower trainer.max_staleness_steps, or widen the bounds of trainer.algorithm.off_policy_correction.",
+        num_steps=3,
+    ),
+    Rule(
+        name="entropy",
+        metric="policy/entropy",
+        is_bad=lambda nats, row: nats < 0.01 and row.get("reward/mean", 1.0) < 0.9,
+        says="The policy has an entropy of {value:.2g} nats left, and reward is not there yet: it explores nothing",
+        advice="Raise trainer.algorithm.entropy_loss_coef or trainer.algorithm.eps_clip_high, or lower training.lr.",
+    ),
+    Rule(
+        name="answers cut",
+        metric="generate/truncated_frac",
+        is_bad=_at_least(0.3),
+        says="The token budget cuts {value:.0%} of the answers",
+        advice="Raise generator.sampling.max_tokens, or set generator.apply_overlong_filtering=true.",
+    ),
+    Rule(
+        name="gradient",
+        metric="policy/grad_norm",
+        is_bad=lambda norm, _: not norm < float("inf"),
+        says="The norm of the gradient is {value}",
+        advice="Lower training.lr, or look for a sample with a log-prob that is not finite.",
+        num_steps=1,
+    ),
+    Rule(
+        name="trainer idle",
+        metric="trainer/idle_frac",
+        is_bad=_at_least(0.5),
+        says="The trainer waits for generation for {value:.0%} of the step",
+        advice="Add engines (inference_engine.num_engines), or raise trainer.max_staleness_steps.",
+    ),
+    Rule(
+        name="generation idle",
+        metric="stage/generate/waiting_for_output_frac",
+        is_bad=_at_least(0.5),
+        says="Generation waits for the trainer for {value:.0%} of the time",
+        advice="Give training more workers (training.num_workers), or raise trainer.max_staleness_steps.",
+    ),
+    Rule(
+        name="cost of the bound",
+        metric="timing/wait_for_staleness",
+        is_bad=_is_costly,
+        says="The trainer waits {value:.3g} s of a step to hold the staleness bound",
+        advice="Raise trainer.max_staleness_steps, or choose another trainer.staleness_policy.",
+    ),
+    Rule(
+        name="lost lengths",
+        metric="async/length_ratio",
+        is_bad=lambda ratio, row: ratio < 0.8 and row["step"] > 10,
+        says="Answers that are trained have {value:.0%} of the length of those generated: long ones are lost",
+        advice="Raise trainer.max_staleness_steps, or choose trainer.staleness_policy=window.",
+    ),
+    Rule(
+        name="checkpoints",
+        metric="checkpoint/failures",
+        is_bad=lambda failures, _: failures > 0,
+        says="The disk did not take {value:.0f} checkpoints",
+        advice="Make room where trainer.output_dir is.",
+        num_steps=1,
+    ),
+)
+"""The most serious first."""
+
+
+def alarms(rows: Sequence[Row]) -> Iterator[Alarm]:
+    """Yield what is wrong at the newest step, the most serious first.
+
+    Args:
+        rows: figures of steps with ``step``, in order; the newest some hundred are enough.
+    """
+    found = (rule.alarm(rows) for rule in RULES)
+    return (alarm for alarm in found if alarm is not None)

@@ -1,0 +1,342 @@
+// Every sample of the runs: a table to sort, filter and search; a group side by side; one sample turn by turn with each token's numbers.
+"use strict";
+
+const HEIGHT = 28;
+const versionsOf = (s) => (s.first_version === null ? "" : s.first_version === s.last_version ? `${s.first_version}` : `${s.first_version}–${s.last_version}`);
+const COLUMNS = [
+  { name: "run", width: "minmax(80px, 1fr)", of: (s) => runName(s.run), several: true },
+  { name: "step", width: "58px", of: (s) => s.step, n: true },
+  { name: "uid", width: "minmax(130px, 2fr)", of: (s) => shown(s.uid) },
+  { name: "sample", width: "70px", of: (s) => (s.branch ? `${s.sample} / ${s.branch}` : s.sample), by: (s) => s.sample, n: true },
+  { name: "outcome", width: "104px", of: (s) => el("span", { className: `pill ${s.outcome}` }, s.outcome), by: (s) => s.outcome },
+  { name: "reward", width: "72px", of: (s) => number(s.reward), by: (s) => s.reward, n: true },
+  { name: "advantage", width: "86px", of: (s) => number(s.advantage, 3), by: (s) => s.advantage, n: true },
+  { name: "staleness", width: "80px", of: (s) => number(s.staleness), by: (s) => s.staleness, n: true },
+  { name: "versions", width: "76px", of: versionsOf, by: (s) => s.first_version, n: true },
+  { name: "tokens", width: "72px", of: (s) => number(s.num_sampled_tokens), by: (s) => s.num_sampled_tokens, n: true },
+  { name: "turns", width: "56px", of: (s) => number(s.num_turns), by: (s) => s.num_turns, n: true },
+  { name: "seconds", width: "76px", of: (s) => number(s.seconds, 3), by: (s) => s.seconds, n: true },
+  { name: "reason", width: "minmax(120px, 2fr)", of: (s) => (s.is_truncated && !s.reason ? "truncated" : shown(s.reason || "")), by: (s) => s.reason },
+];
+const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, chosen: null, mode: "version", isSide: false };
+
+function buildSamples() {
+  const changed = later(120, () => filterRows());
+  const input = (id, placeholder, size) => el("input", { id, placeholder, ariaLabel: placeholder, size, oninput: changed });
+  const words = el("input", { id: "words", type: "search", placeholder: "words in the text, Enter", ariaLabel: "words in the text", size: 24 });
+  words.addEventListener("change", () => findWords());
+  words.addEventListener("search", () => findWords());
+  byId("samples").append(
+    el("div", { className: "bar" },
+      el("select", { id: "of-run", ariaLabel: "run", onchange: changed }),
+      el("select", { id: "of-outcome", ariaLabel: "outcome", onchange: changed }, el("option", { value: "" }, "every outcome")),
+      input("of-uid", "uid or reason", 18), words,
+      el("label", {}, "reward", input("reward-from", "from", 4), input("reward-to", "to", 4)),
+      el("label", {}, "step", input("step-from", "from", 4), input("step-to", "to", 4)),
+      el("button", { onclick: clearFilters }, "clear"),
+      el("span", { id: "num-rows", className: "soft", role: "status" })),
+    el("div", { className: "browse", id: "browse" }, el("div", { className: "card rows", id: "rows", tabIndex: 0 }), el("div", { className: "detail", id: "detail" })),
+  );
+  byId("rows").addEventListener("scroll", () => requestAnimationFrame(drawRows));
+  byId("rows").addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step || !browse.visible.length) return;
+    event.preventDefault();
+    const at = browse.visible.indexOf(browse.chosen), next = browse.visible[Math.min(Math.max(at + step, 0), browse.visible.length - 1)];
+    const top = browse.visible.indexOf(next) * HEIGHT, rows = byId("rows");
+    if (top < rows.scrollTop || top > rows.scrollTop + rows.clientHeight - 3 * HEIGHT) rows.scrollTop = top - HEIGHT;
+    choose(next);
+  });
+}
+
+async function refreshSamples() {
+  let isNew = false;
+  for (const [run, { num_rows, num_restarts }] of overview.runs.entries()) {
+    const have = browse.samples[run] ??= [];
+    if (browse.restarts[run] !== num_restarts) have.length = 0; // the run went back to an earlier step: its rows were cut
+    browse.restarts[run] = num_restarts;
+    while (!have.length || have.at(-1).row + 1 < num_rows) {
+      const columns = num_rows ? await ask("samples", { run, begin: have.length ? have.at(-1).row + 1 : 0 }) : null;
+      if (!columns?.row.length) break;
+      addSamples(have, columns, run);
+      isNew = true;
+    }
+  }
+  if (isNew) {
+    drawChoices();
+    filterRows();
+  }
+}
+
+function addSamples(have, columns, run) {
+  const names = Object.keys(columns);
+  columns.row.forEach((_, i) => {
+    const sample = { run };
+    for (const name of names) {
+      const column = columns[name];
+      sample[name] = column.codes ? (column.codes[i] === null ? null : column.texts[column.codes[i]]) : column[i];
+    }
+    have.push(sample);
+  });
+}
+
+function drawChoices() {
+  const run = byId("of-run"), outcome = byId("of-outcome"), before = [run.value, outcome.value];
+  run.replaceChildren(el("option", { value: "" }, "every run"), ...overview.runs.map((_, i) => el("option", { value: i }, runName(i))));
+  run.hidden = overview.runs.length < 2;
+  const counts = {};
+  for (const sample of browse.samples.flat()) counts[sample.outcome] = (counts[sample.outcome] || 0) + 1;
+  outcome.replaceChildren(el("option", { value: "" }, "every outcome"),
+    ...Object.entries(counts).map(([name, count]) => el("option", { value: name }, `${name} (${number(count)})`)));
+  [run.value, outcome.value] = before;
+}
+
+async function findWords() {
+  const words = byId("words").value;
+  if (words === (browse.words || "")) return;
+  browse.words = words;
+  browse.found = null;
+  if (words) {
+    byId("num-rows").textContent = "searching …";
+    browse.found = await Promise.all(overview.runs.map(async (_, run) => new Set(await ask("find", { run, words }))));
+    if (browse.words !== words) return;
+  }
+  filterRows();
+}
+
+function clearFilters() {
+  for (const id of ["of-run", "of-outcome", "of-uid", "words", "reward-from", "reward-to", "step-from", "step-to"]) byId(id).value = "";
+  browse.words = "";
+  browse.found = null;
+  filterRows();
+}
+
+function filterRows() {
+  const text = (id) => byId(id).value.trim();
+  const bound = (id, without) => (text(id) === "" || Number.isNaN(Number(text(id))) ? without : Number(text(id)));
+  const [run, outcome, uid] = [text("of-run"), text("of-outcome"), text("of-uid").toLowerCase()];
+  const rewards = [bound("reward-from", -Infinity), bound("reward-to", Infinity)], steps = [bound("step-from", -Infinity), bound("step-to", Infinity)];
+  const wantsReward = rewards.some(Number.isFinite);
+  browse.visible = browse.samples.flat().filter((s) =>
+    (run === "" || s.run === Number(run)) && (!outcome || s.outcome === outcome) &&
+    (!uid || s.uid.toLowerCase().includes(uid) || (s.reason || "").toLowerCase().includes(uid)) &&
+    (!wantsReward || (s.reward !== null && s.reward >= rewards[0] && s.reward <= rewards[1])) &&
+    s.step >= steps[0] && s.step <= steps[1] && (!browse.found || browse.found[s.run].has(s.row)));
+  sortRows();
+}
+
+function sortRows() {
+  const { by, down } = browse.sorted;
+  const column = COLUMNS.find((one) => one.name === by), of = column ? column.by || column.of : (s) => s.row;
+  const sign = down ? -1 : 1;
+  browse.visible.sort((a, b) => {
+    const [x, y] = [of(a), of(b)];
+    if (x === y) return sign * (a.row - b.row);
+    if (x === null || x === undefined) return 1;
+    if (y === null || y === undefined) return -1;
+    return sign * (x < y ? -1 : 1);
+  });
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${number(browse.samples.reduce((sum, of) => sum + of.length, 0))} samples`;
+  drawRows();
+}
+
+function drawRows() {
+  const place = byId("rows"), columns = COLUMNS.filter((column) => !column.several || overview.runs.length > 1);
+  const widths = columns.map((column) => column.width).join(" ");
+  const first = Math.max(0, Math.floor(place.scrollTop / HEIGHT) - 5), end = first + Math.ceil(place.clientHeight / HEIGHT) + 10;
+  const minimum = `${columns.reduce((sum, column) => sum + Number(/\d+/.exec(column.width)[0]), 0)}px`;
+  const cells = (column, child) => el("span", { className: column.n ? "n" : "" }, child);
+  const head = el("div", { className: "row head", style: { "grid-template-columns": widths, "min-width": `max(100%, ${minimum})`, position: "sticky" } },
+    ...columns.map((column) => el("span", {
+      className: column.n ? "n" : "", role: "columnheader",
+      onclick: () => {
+        browse.sorted = { by: column.name, down: browse.sorted.by === column.name ? !browse.sorted.down : true };
+        sortRows();
+      },
+    }, column.name + (browse.sorted.by === column.name ? (browse.sorted.down ? " ↓" : " ↑") : ""))));
+  const rows = browse.visible.slice(first, end).map((sample, i) =>
+    el("div", {
+      className: sample === browse.chosen ? "row on" : "row", title: shown(sample.reason || ""),
+      style: { top: `${(first + i + 1) * HEIGHT}px`, "grid-template-columns": widths, "min-width": `max(100%, ${minimum})` },
+      onclick: () => choose(sample),
+    }, ...columns.map((column) => cells(column, column.of(sample)))));
+  place.replaceChildren(head, el("div", { style: { height: `${browse.visible.length * HEIGHT}px` } }), ...rows);
+}
+
+// From another view: #samples?run=0&uid=..., or &row=...
+async function openSamples(query) {
+  if (!query.has("uid") && !query.has("row")) return;
+  await refreshSamples();
+  clearFilters();
+  byId("of-uid").value = query.get("uid") || "";
+  filterRows();
+  const run = Number(query.get("run") || 0);
+  const chosen = browse.visible.find((s) => s.run === run && (!query.has("row") || s.row === Number(query.get("row"))));
+  if (chosen) choose(chosen);
+}
+
+const ofGroup = (a, b) => a.run === b.run && a.uid === b.uid && a.epoch === b.epoch && a.scheduled_version === b.scheduled_version && (a.epoch !== null || a.step === b.step);
+
+function choose(sample) {
+  browse.chosen = sample;
+  byId("browse").classList.add("open");
+  drawRows();
+  drawDetail();
+}
+
+function drawDetail() {
+  const sample = browse.chosen, detail = byId("detail");
+  const group = browse.samples[sample.run].filter((other) => ofGroup(other, sample));
+  const chip = (other) => el("button", { className: other === sample ? "on" : "", onclick: () => choose(other), title: other.outcome },
+    `${other.sample}${other.branch ? ` / ${other.branch}` : ""}: ${number(other.reward, 3)}`);
+  const modes = el("select", { id: "mode", ariaLabel: "colour tokens by", onchange: (e) => { browse.mode = e.target.value; drawDetail(); } },
+    ...Object.entries(MODES).map(([key, mode]) => el("option", { value: key, selected: key === browse.mode }, mode.title)));
+  const branches = group.filter((other) => other.sample === sample.sample);
+  const tree = el("div", {}), body = el("div", { className: browse.isSide ? "side" : "" });
+  detail.replaceChildren(
+    el("h2", {}, shown(sample.uid), " ", el("span", { className: "soft" }, sample.epoch === null ? "held out" : `epoch ${sample.epoch}, scheduled at version ${sample.scheduled_version}`)),
+    el("div", { className: "chips" }, ...group.map(chip),
+      el("button", { className: browse.isSide ? "on" : "", onclick: () => { browse.isSide = !browse.isSide; drawDetail(); } }, "side by side")),
+    el("div", { className: "bar" }, el("label", {}, "colour tokens by", modes), el("span", { id: "scale", className: "scale" })),
+    tree, body,
+  );
+  for (const other of browse.isSide ? group : [sample]) {
+    const card = el("div", { className: "card" }, figuresOf(other));
+    body.append(card);
+    loadSample(other).then((whole) => drawTurns(card, whole), (error) => card.append(el("p", { className: "soft" }, error.message)));
+  }
+  if (branches.length > 1) Promise.all(branches.map(loadSample)).then((rows) => drawTree(tree, rows), () => {});
+}
+
+// One at a time is kept, so that changing colours asks for nothing.
+function loadSample(sample) {
+  browse.kept ??= new Map();
+  const key = `${sample.run}/${sample.row}/${browse.restarts[sample.run]}`;
+  if (!browse.kept.has(key)) browse.kept.set(key, ask("sample", { run: sample.run, row: sample.row }));
+  if (browse.kept.size > 40) browse.kept.delete(browse.kept.keys().next().value);
+  return browse.kept.get(key);
+}
+
+function figuresOf(sample) {
+  const figures = {
+    sample: sample.branch ? `${sample.sample}, branch ${sample.branch}` : sample.sample, step: sample.step, reward: sample.reward, "shaped reward": sample.shaped_reward,
+    advantage: sample.advantage, staleness: sample.staleness, versions: versionsOf(sample) || null, tokens: sample.num_sampled_tokens,
+    aborts: sample.num_aborts || null, seconds: sample.seconds,
+  };
+  return el("div", {},
+    el("div", { className: "figures" }, el("span", { className: `pill ${sample.outcome}` }, sample.outcome), sample.is_truncated ? el("span", { className: "pill" }, "truncated") : null,
+      ...Object.entries(figures).filter(([, value]) => value !== null).map(([name, value]) => el("span", {}, `${name} `, el("b", {}, number(value))))),
+    sample.reason ? el("p", { className: "error" }, shown(sample.reason)) : null);
+}
+
+// Each mode: a token's value, and the colour of a value; null: none.
+const hue = (h, strength = 1) => `hsl(${h} 70% var(--lightness) / ${strength})`;
+const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 215 : 8, Math.min(1, Math.abs(value) / most)));
+const MODES = {
+  version: { title: "policy version", of: (t) => t.version, color: (v) => (v === null ? "" : hue((v * 67 + 200) % 360)) },
+  logprob: { title: "log-prob", of: (t) => t.logprob, color: (v) => (v === null ? "" : hue(40, Math.min(1, -v / 3))), ends: ["0 nats", "−3 or less"], at: [-0.1, -1, -3] },
+  gap: { title: "log-prob gap, trainer − engine", of: (t) => t.gap, color: (v) => diverging(v, 0.5), ends: ["−0.5 nats", "+0.5"], at: [-0.5, -0.1, 0.1, 0.5] },
+  ratio: { title: "importance ratio", of: (t) => t.ratio, color: (v) => (v === null ? "" : diverging(Math.log(v), 0.5)), ends: ["0.6", "1.6"], at: [0.6, 0.9, 1.1, 1.6] },
+  advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), ends: ["+1.5", "−1.5"], at: [1.5, 0.5, -0.5, -1.5] },
+  none: { title: "nothing", of: () => null, color: () => "" },
+};
+
+function tokensOf(whole) {
+  const numPrompt = whole.prompt_token_ids.length;
+  const versions = new Array(whole.response_token_ids.length).fill(null);
+  for (const { version, start, end } of whole.policy_versions || []) if (version >= 0) versions.fill(version, start, end);
+  const ids = whole.prompt_token_ids.concat(whole.response_token_ids);
+  return ids.map((id, i) => {
+    const at = i - numPrompt, isTrained = at >= 0 && whole.loss_mask[at];
+    const logprob = at >= 0 && versions[at] !== null ? whole.logprobs[at] : null;
+    const trainer = isTrained && whole.old_logprobs ? whole.old_logprobs[at] : null;
+    const gap = trainer === null || logprob === null ? null : trainer - logprob;
+    return {
+      id, piece: whole.pieces ? whole.pieces[i] : "", version: at >= 0 ? versions[at] : null, isTrained, logprob, trainer, gap,
+      ratio: gap === null ? null : Math.exp(gap), advantage: isTrained ? whole.advantage : null,
+      reference: isTrained && whole.ref_logprobs ? whole.ref_logprobs[at] : null,
+    };
+  });
+}
+
+const MOST_TOKENS = 4000;
+
+function drawTurns(card, whole) {
+  if (!whole.turns) {
+    card.append(el("p", { className: "soft" }, whole.num_sampled_tokens === null ? "It has no tokens." : "Its text was not kept (trainer.samples.keep, trainer.samples.max_gb)."));
+    return;
+  }
+  const tokens = whole.response_token_ids ? tokensOf(whole) : [], mode = MODES[browse.mode];
+  for (const turn of whole.turns) {
+    const text = el("div", { className: "text" });
+    card.append(el("div", { className: `turn ${["assistant", "tool", "environment", "user", "system"].includes(turn.role) ? turn.role : ""}` },
+      el("small", {}, `${shown(turn.role)} · ${number(turn.end - turn.start)} tokens`), text));
+    if (whole.pieces) fillTokens(text, tokens.slice(turn.start, turn.end), mode, 0);
+    else text.textContent = shown(turn.text);
+  }
+  if (whole.metrics) card.append(el("p", { className: "soft" }, `figures of the environment: ${shown(whole.metrics)}`));
+  drawScale(mode, tokens);
+}
+
+// A long turn is drawn in parts: a browser is slow with 100,000 elements.
+function fillTokens(place, tokens, mode, first) {
+  for (const token of tokens.slice(first, first + MOST_TOKENS)) {
+    const node = el("span", { className: "token", style: { background: mode.color(mode.of(token)) } }, shown(token.piece));
+    node.token = token;
+    place.append(node);
+  }
+  if (!first) {
+    place.addEventListener("pointermove", (event) => hintAt(event, event.target.token ? numbersOf(event.target.token) : ""));
+    place.addEventListener("pointerleave", (event) => hintAt(event, ""));
+  }
+  const left = tokens.length - first - MOST_TOKENS;
+  if (left > 0) {
+    const more = el("button", { onclick: () => { more.remove(); fillTokens(place, tokens, mode, first + MOST_TOKENS); } }, `${number(left)} more tokens`);
+    place.append(more);
+  }
+}
+
+function numbersOf(token) {
+  const lines = [`token ${token.id} ${JSON.stringify(shown(token.piece))}`];
+  if (token.version === null) return [...lines, "not sampled"].join("\n");
+  lines.push(`version ${token.version}${token.isTrained ? "" : ", not trained"}`, `behavior log-prob ${number(token.logprob)} (p ${number(Math.exp(token.logprob), 3)})`);
+  if (token.trainer !== null) lines.push(`trainer's log-prob ${number(token.trainer)}`, `gap ${number(token.gap, 3)}, ratio ${number(token.ratio, 4)}`);
+  if (token.reference !== null) lines.push(`reference log-prob ${number(token.reference)}`);
+  if (token.advantage !== null) lines.push(`advantage ${number(token.advantage)}`);
+  return lines.join("\n");
+}
+
+function drawScale(mode, tokens) {
+  const values = tokens.map(mode.of).filter((value) => value !== null);
+  const scale = byId("scale");
+  if (mode === MODES.none) scale.replaceChildren();
+  else if (!values.length) scale.replaceChildren(["gap", "ratio"].includes(browse.mode) ? "The trainer's log-probs of this sample are not recorded." : "No token has a value.");
+  else {
+    const marks = mode.at || [...new Set(values)].slice(0, 12);
+    scale.replaceChildren(...marks.map((value) => el("span", { style: { background: mode.color(value) } }, browse.mode === "version" ? `version ${value}` : number(value))));
+  }
+}
+
+// Branches of a rewritten history: each below the one with which it shares most tokens.
+function drawTree(place, rows) {
+  const tokens = rows.map((row) => row.response_token_ids && row.prompt_token_ids.concat(row.response_token_ids));
+  if (tokens.some((of) => !of)) return;
+  const lists = [];
+  const roots = el("ul", { className: "tree" });
+  rows.forEach((row, i) => {
+    let [from, shared] = [-1, 0];
+    for (let other = 0; other < i; other++) {
+      let same = 0;
+      while (same < tokens[i].length && tokens[i][same] === tokens[other][same]) same++;
+      if (same > shared) [from, shared] = [other, same];
+    }
+    const turn = (row.turns || []).findIndex((t) => t.end > shared);
+    const where = from < 0 ? "" : `, leaves branch ${rows[from].branch} at turn ${turn + 1} (token ${number(shared)})`;
+    lists[i] = el("ul", { className: "tree" });
+    const all = browse.samples[browse.chosen.run];
+    const sample = all.find((one) => one.row === row.row);
+    (from < 0 ? roots : lists[from]).append(el("li", {}, el("button", { className: sample === browse.chosen ? "on" : "", onclick: () => choose(sample) },
+      `branch ${row.branch}: ${number(row.num_sampled_tokens)} tokens${where}`), lists[i]));
+  });
+  place.replaceChildren(roots);
+}

@@ -1,0 +1,184 @@
+// What ran when: a row per stage, engine and track of the trace on one axis; and the longest waits.
+"use strict";
+
+const ROW = 22, LEFT = 150, TOP = 24;
+const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
+
+function buildTime() {
+  const canvas = el("canvas", { id: "timeline" });
+  const move = (factor, shift = 0) => {
+    const { begin, end } = time.spans;
+    const middle = (begin + end) / 2 + shift * (end - begin), half = (factor * (end - begin)) / 2;
+    setWindow(middle - half, middle + half);
+  };
+  byId("time").append(
+    el("div", { className: "bar" },
+      el("select", { id: "time-run", ariaLabel: "run", onchange: (e) => { time.run = Number(e.target.value); follow(); } }),
+      el("button", { onclick: () => follow() }, "last minute"),
+      el("button", { onclick: () => setWindow(0, time.spans.last) }, "whole run"),
+      el("button", { onclick: () => move(0.5), ariaLabel: "zoom in" }, "+"),
+      el("button", { onclick: () => move(2), ariaLabel: "zoom out" }, "−"),
+      el("button", { onclick: () => move(1, -0.5), ariaLabel: "earlier" }, "←"),
+      el("button", { onclick: () => move(1, 0.5), ariaLabel: "later" }, "→"),
+      el("span", { id: "time-state", className: "soft" })),
+    el("div", { className: "card" }, canvas),
+    el("div", { id: "waits" }),
+  );
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaY) < 1) return;
+    event.preventDefault();
+    const { begin, end } = time.spans, at = begin + ((event.offsetX - LEFT) / (canvas.clientWidth - LEFT)) * (end - begin);
+    const factor = event.deltaY > 0 ? 1.25 : 0.8;
+    setWindow(at - (at - begin) * factor, at + (end - at) * factor);
+  }, { passive: false });
+  let from = null;
+  canvas.addEventListener("pointerdown", (event) => { from = { x: event.clientX, begin: time.spans.begin, end: time.spans.end }; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerup", () => { from = null; });
+  canvas.addEventListener("pointerleave", (event) => hintAt(event, ""));
+  canvas.addEventListener("pointermove", (event) => {
+    if (from) {
+      const shift = ((from.x - event.clientX) / (canvas.clientWidth - LEFT)) * (from.end - from.begin);
+      setWindow(from.begin + shift, from.end + shift);
+      return;
+    }
+    const span = spanAt(event.offsetX, event.offsetY);
+    hintAt(event, span ? describe(span) : "");
+  });
+  addEventListener("resize", later(150, drawTime));
+}
+
+function follow() {
+  time.begin = time.end = null;
+  time.follows = true;
+  return loadTime();
+}
+
+function setWindow(begin, end) {
+  const { last } = time.spans;
+  const length = Math.min(Math.max(end - begin, 0.01), Math.max(last, 0.01));
+  const first = Math.min(Math.max(0, begin), Math.max(0, last - length));
+  Object.assign(time, { begin: first, end: first + length, follows: false });
+  Object.assign(time.spans, { begin: first, end: first + length });
+  drawTime();
+  loadTimeSoon();
+}
+
+const loadTimeSoon = later(150, () => loadTime());
+
+async function loadTime() {
+  const select = byId("time-run");
+  select.replaceChildren(...overview.runs.map((_, run) => el("option", { value: run, selected: run === time.run }, runName(run))));
+  select.hidden = overview.runs.length < 2;
+  const window = time.begin === null ? {} : { begin: time.begin, end: time.end };
+  try {
+    time.spans = await ask("spans", { run: time.run, ...window });
+  } catch (error) {
+    showError(byId("waits"), error);
+    return;
+  }
+  drawTime();
+  drawWaits();
+}
+
+const ORDER = ["stages/", "engines/", "publish", "training", "waiting", "evaluation", "devices", "generation"];
+const place = (track) => { const found = ORDER.findIndex((start) => track.startsWith(start)); return found < 0 ? ORDER.length : found; };
+
+function drawTime() {
+  if (!time.spans) return;
+  const { spans, begin, end, last, num_left_out: left } = time.spans;
+  const keys = new Map();
+  for (const span of spans) if (span.track !== "generation" || span.lane <= 12) keys.set(`${span.track}\n${span.lane}`, span);
+  time.rows = [...keys.values()].sort((a, b) => place(a.track) - place(b.track) || (a.track < b.track ? -1 : a.track > b.track ? 1 : a.lane - b.lane));
+  const rowOf = new Map(time.rows.map((span, row) => [`${span.track}\n${span.lane}`, row]));
+  const canvas = byId("timeline"), scale = devicePixelRatio || 1;
+  const width = canvas.parentElement.clientWidth - 24, height = TOP + ROW * Math.max(1, time.rows.length) + 4;
+  Object.assign(canvas, { width: width * scale, height: height * scale });
+  canvas.style.height = `${height}px`;
+  const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name);
+  const draw = canvas.getContext("2d");
+  draw.scale(scale, scale);
+  draw.font = "12px system-ui, sans-serif";
+  draw.textBaseline = "middle";
+  const x = (at) => LEFT + ((at - begin) / (end - begin)) * (width - LEFT);
+  const step = niceStep((end - begin) / 8);
+  draw.fillStyle = color("--soft");
+  draw.strokeStyle = color("--line");
+  for (let tick = Math.ceil(begin / step) * step; tick < end; tick += step) {
+    draw.fillText(clock(tick, step), x(tick) + 3, 10);
+    draw.beginPath(); draw.moveTo(x(tick), 0); draw.lineTo(x(tick), height); draw.stroke();
+  }
+  time.rows.forEach((span, row) => {
+    const y = TOP + row * ROW;
+    if (row % 2) { draw.fillStyle = color("--page"); draw.fillRect(0, y, width, ROW); }
+    draw.fillStyle = color("--soft");
+    draw.fillText(span.lane > 1 ? "" : label(span.track), 0, y + ROW / 2, LEFT - 8);
+  });
+  time.boxes = [];
+  for (const span of spans) {
+    const row = rowOf.get(`${span.track}\n${span.lane}`);
+    if (row === undefined || span.end < begin || span.begin > end) continue;
+    const from = Math.max(LEFT, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
+    draw.fillStyle = colorOf(span, color);
+    draw.fillRect(from, y, Math.max(1, to - from - 0.5), ROW - 6);
+    time.boxes.push({ from, to: Math.max(to, from + 2), row, span });
+    const text = itemOf(span);
+    if (to - from > 30 && !isWait(span) && draw.measureText(text).width < to - from - 8) {
+      draw.fillStyle = "#fff";
+      draw.fillText(text, from + 4, TOP + row * ROW + ROW / 2);
+    }
+  }
+  byId("time-state").textContent = spans.length
+    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${left ? ` · ${left} spans shorter than a pixel` : ""} · drag: move · ctrl or shift + wheel: zoom`
+    : "no trace (logging.trace_max_gb=0, or the run has not begun)";
+}
+
+const label = (track) => track.replace(/^stages\//, "").replace(/^engines\//, "");
+const isWait = (span) => "item" in (span.args || {}) || span.track === "waiting";
+const itemOf = (span) => (isWait(span) ? span.name : span.track === "generation" ? String(span.args.uid ?? span.name) : span.name + (span.args.version !== undefined && !span.track.startsWith("stages/") ? ` v${span.args.version}` : ""));
+
+function colorOf(span, color) {
+  if (span.name === "waiting for input") return color("--line");
+  if (span.name === "waiting for output") return "#d9822b";
+  if (span.track === "waiting") return "#c8504b";
+  return { publish: "#3d9a6d", training: "#2f6db5", evaluation: "#8e5bb5", generation: "#1f97a8", devices: "#a3762f" }[span.track.split("/")[0]] || "#2f6db5";
+}
+
+function describe(span) {
+  const args = Object.entries(span.args || {}).map(([key, value]) => `${key}: ${shown(String(value))}`);
+  return [`${label(span.track)}: ${shown(span.name)}`, `${number(span.begin, 6)} s, for ${duration(span.end - span.begin)}`, ...args].join("\n");
+}
+
+function spanAt(x, y) {
+  const row = Math.floor((y - TOP) / ROW);
+  const hits = (time.boxes || []).filter((box) => box.row === row && box.from <= x && x <= box.to);
+  return hits.sort((a, b) => a.to - a.from - (b.to - b.from))[0]?.span;
+}
+
+function niceStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 5, 10].map((n) => n * power).find((step) => step >= rough);
+}
+
+function clock(seconds, step) {
+  if (seconds < 60 || step < 1) return `${Number(seconds.toFixed(Math.max(0, -Math.floor(Math.log10(step)))))} s`;
+  const [minutes, rest] = [Math.floor(seconds / 60), Math.floor(seconds % 60)];
+  const text = `${minutes % 60}`.padStart(2, "0") + ":" + `${rest}`.padStart(2, "0");
+  return minutes >= 60 ? `${Math.floor(minutes / 60)}:${text}` : text;
+}
+
+const WHY = { wait_for_groups: "for groups", wait_for_publish: "for the publish before", wait_for_devices: "for shared devices" };
+
+function drawWaits() {
+  const { waits } = time.spans;
+  if (!waits.length) return byId("waits").replaceChildren();
+  const head = el("tr", {}, ...["seconds", "step", "the trainer waited", "until this group came", "at"].map((name) => el("th", {}, name)));
+  const rows = waits.map((wait) => el("tr", {},
+    el("td", {}, number(wait.end - wait.begin, 3)), el("td", {}, number(wait.step)), el("td", {}, WHY[wait.name] || wait.name),
+    el("td", {}, wait.uid ? el("a", { href: `#samples?uid=${encodeURIComponent(wait.uid)}&run=${time.run}` }, shown(wait.uid)) : "–"),
+    el("td", {}, `${number(wait.begin, 5)} s`)));
+  byId("waits").replaceChildren(el("h2", {}, "The longest waits of this time"), el("div", { className: "card" }, el("table", {}, head, ...rows)));
+}
+
+function refreshTime() {
+  return time.follows && !RECORDED ? loadTime() : null;
+}

@@ -1,0 +1,69 @@
+"""Writes runs into one HTML file that needs no network: the page, with the answers that it would ask for."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from skyrl_async.errors import ConfigError
+from skyrl_async.view.run import MAX_ROWS, ViewedRun
+from skyrl_async.view.server import PAGE, overview
+
+_ROWS_BYTES = 16_000_000
+"""Of the texts and tokens of a run: those of the newest samples."""
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+_SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
+
+
+def write_report(runs: Sequence[ViewedRun], path: Path) -> int:
+    """Write the file, and return its size in bytes. Raises ``ConfigError`` if that cannot be."""
+    whole = overview(runs)
+    recorded = {
+        "overview": whole,
+        "runs": [_answers(run, of_run) for run, of_run in zip(runs, whole["runs"], strict=True)],
+    }
+    # As text of a script, JSON must not contain the end of a script.
+    data = msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    page = _STYLE.sub(lambda found: f"<style>\n{_file(found[1])}</style>", page)
+    page = _SCRIPT.sub(lambda found: f"<script>\n{_file(found[1])}</script>", page)
+    page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{_POLICY}">', 1)
+    page = page.replace("<script>", f'<script id="recorded" type="application/json">{data}</script>\n<script>', 1)
+    try:
+        return path.write_bytes(page.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"--export {path} cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from None
+
+
+def _file(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _answers(run: ViewedRun, of_run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "series": run.series(of_run["metrics"]),
+        "samples": run.samples(max(0, of_run["num_rows"] - MAX_ROWS)),
+        "spans": run.spans(None, None),
+        "rows": _newest_rows(run, of_run["num_rows"]),
+    }
+
+
+def _newest_rows(run: ViewedRun, end: int) -> dict[int, Any]:
+    """The newest rows with their texts, as many as there is room for."""
+    rows: dict[int, Any] = {}
+    size = 0
+    for number in reversed(range(max(0, end - MAX_ROWS), end)):
+        try:
+            row = run.sample(number)
+        except LookupError:  # its figures were thinned away
+            continue
+        size += len(msgspec.json.encode(row))
+        if size > _ROWS_BYTES:
+            break
+        rows[number] = row
+    return rows

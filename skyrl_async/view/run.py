@@ -1,0 +1,174 @@
+"""One run as the page shows it, read from the files of its directory, which may grow meanwhile."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from skyrl_async.config.help import flat
+from skyrl_async.errors import ConfigError
+from skyrl_async.metrics.alarms import alarms
+from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
+from skyrl_async.record.files import DIRECTORY, TOKENIZER, files_in, find_samples, read_samples
+from skyrl_async.view.metrics_file import MetricsFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from tokenizers import Tokenizer
+
+_METRICS, _CONFIG = "metrics.jsonl", "config.yaml"
+_ALARM_STEPS = 200
+_CODED = ("outcome", "reason", "uid")
+"""Columns of few different texts: sent as numbers into a list of them."""
+_FIGURES = (
+    *("row", "step", *_CODED, "epoch", "sample", "branch", "scheduled_version", "staleness", "reward"),
+    *("shaped_reward", "advantage", "seconds", "is_truncated", "num_sampled_tokens", "num_turns", "num_aborts"),
+)
+MAX_ROWS = 50_000
+"""Of one answer."""
+_MAX_FOUND = 10_000
+_PIXELS = 2000
+"""A span of less than the window's share of one is left out."""
+
+
+class ViewedRun:
+    """Raises ``ConfigError`` if the directory is not that of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        if not any((directory / name).exists() for name in (_METRICS, _CONFIG, DIRECTORY)):
+            found = "is no directory" if not directory.is_dir() else f"has no {_METRICS}, {_CONFIG} or {DIRECTORY}/"
+            raise ConfigError(f"{directory} must be the directory of a run, such as outputs/RUN: it {found}")
+        self.directory = directory
+        self.name = directory.resolve().name
+        self._metrics = MetricsFile(directory / _METRICS)
+        self._reading = Lock()
+        self._tokenizer: Tokenizer | None = None
+
+    def overview(self) -> dict[str, Any]:
+        """Name, state, alarms and configuration."""
+        files = files_in(self.directory / DIRECTORY)
+        with self._reading:
+            self._metrics.read()
+            steps = self._metrics.steps
+            return {
+                "name": self.name,
+                "directory": str(self.directory),
+                "step": steps[-1] if steps else 0,
+                "num_lines": self._metrics.num_lines,
+                "num_restarts": self._metrics.num_restarts,
+                "num_rows": files[-1].end if files else 0,
+                "metrics": self._metrics.names,
+                "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS))],
+            }
+
+    def settings(self) -> dict[str, Any]:
+        """The values in force by key; empty where they are not known."""
+        with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+            return dict(flat(yaml.safe_load((self.directory / _CONFIG).read_text(encoding="utf-8"))))
+        return {}
+
+    def series(self, names: Sequence[str]) -> dict[str, Sequence[float]]:
+        """See ``MetricsFile.series``."""
+        with self._reading:
+            self._metrics.read()
+            return self._metrics.series(names)
+
+    def samples(self, begin: int) -> dict[str, Any]:
+        """The figures of rows from ``begin`` on by column, of the first ``MAX_ROWS`` of them."""
+        table = read_samples(self.directory, [*_FIGURES, "policy_versions"], begin=begin, end=begin + MAX_ROWS)
+        columns: dict[str, Any] = {name: table[name].to_pylist() for name in _FIGURES if name not in _CODED}
+        for name in _CODED:
+            coded = table[name].combine_chunks().dictionary_encode()
+            columns[name] = {"texts": coded.dictionary.to_pylist(), "codes": coded.indices.to_pylist()}
+        columns["first_version"], columns["last_version"] = _version_range(table["policy_versions"].combine_chunks())
+        return columns
+
+    def find(self, words: str) -> list[int]:
+        """Rows with ``words`` in a text, the newest 10,000 at most, from the newest on."""
+        return find_samples(self.directory, words, _MAX_FOUND)
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """All that is known of a row; ``pieces`` are the texts of its tokens, None where they are not known.
+
+        Raises ``LookupError`` if there is none of that number.
+        """
+        rows = read_samples(self.directory, begin=row, end=row + 1).to_pylist()
+        if not rows:
+            raise LookupError(f"no row {row} in {self.directory / DIRECTORY}")
+        found: dict[str, Any] = rows[0]
+        found["pieces"] = None
+        if found["response_token_ids"] is not None:
+            found["pieces"] = self._pieces([*found["prompt_token_ids"], *found["response_token_ids"]])
+        return found
+
+    def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
+        """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.
+
+        Spans shorter than a pixel are left out.
+        """
+        last = trace_end(self.directory)
+        end = last if end is None else end
+        begin = max(0.0, end - 60) if begin is None else begin
+        spans = list(read_spans(self.directory, begin, end))
+        drawn = [span for span in spans if span.end - span.begin >= (end - begin) / _PIXELS]
+        return {
+            "begin": begin,
+            "end": end,
+            "last": last,
+            "num_left_out": len(spans) - len(drawn),
+            "spans": [asdict(span) for span in drawn],
+            "waits": longest_waits(spans),
+        }
+
+    def _pieces(self, token_ids: Sequence[int]) -> list[str] | None:
+        """The text that each token adds; of a character in several tokens the last one has it."""
+        from tokenizers import Tokenizer
+        from tokenizers.decoders import DecodeStream
+
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = Tokenizer.from_file(str(self.directory / TOKENIZER))
+            except Exception:  # its only type of error; a run of other tokens shows texts alone
+                return None
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in token_ids]
+
+
+def _version_range(versions: "pa.Array") -> tuple[list[int | None], list[int | None]]:
+    """The oldest and newest policy version of each row; None for one without sampled tokens."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    spans = pa.table(
+        {"row": pc.list_parent_indices(versions), "version": pc.struct_field(pc.list_flatten(versions), "version")}
+    )
+    ends = spans.filter(pc.field("version") >= 0).group_by("row").aggregate([("version", "min"), ("version", "max")])
+    oldest: list[int | None] = [None] * len(versions)
+    newest = list(oldest)
+    for row, low, high in zip(*(ends[name].to_pylist() for name in ("row", "version_min", "version_max")), strict=True):
+        oldest[row], newest[row] = low, high
+    return oldest, newest
+
+
+def longest_waits(spans: Sequence[Span], num: int = 10) -> list[dict[str, Any]]:
+    """The trainer's longest waits, each with the group whose end let it go on."""
+    waits = sorted((span for span in spans if span.track == "waiting"), key=lambda s: s.begin - s.end)[:num]
+    groups = [span for span in spans if span.track == "generation" and span.name == "group"]
+    found = []
+    for wait in waits:
+        ended = [group for group in groups if wait.begin <= group.end <= wait.end]
+        last = max(ended, key=lambda group: group.end, default=None)
+        awaited = last.args.get("uid") if last and wait.name == "wait_for_groups" else None
+        found.append({"name": wait.name, "begin": wait.begin, "end": wait.end, "uid": awaited, **wait.args})
+    return found
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The keys whose values differ between runs, with the value of each."""
+    keys = sorted({key for of_run in settings for key in of_run})
+    values = {key: [of_run.get(key) for of_run in settings] for key in keys}
+    return [{"key": key, "values": of_key} for key, of_key in values.items() if any(v != of_key[0] for v in of_key)]
