@@ -53,7 +53,6 @@ from skyrl_async.runtime.shutdown import Interruption, Phase
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks
-from skyrl_async.weight_sync.publisher import Lag
 
 logger = logging.getLogger("skyrl_async.main")
 _only_in_file = logging.getLogger("run")
@@ -137,7 +136,7 @@ class _Run:
     """Writes checkpoints."""
     _ending: ClosingStack = field(default_factory=ClosingStack)
     _trainer: FullyAsyncTrainer | None = None
-    _engine_lags: Callable[[], Mapping[str, Lag]] = dict
+    _engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict
     _stalls: Sequence[str] = ()
     _training_began: float = 0.0
     _records: list[RecordFile | SampleRecord] = field(default_factory=list)
@@ -237,7 +236,7 @@ class _Run:
                     shutdown=shutdown,
                     disk=self.disk,
                 )
-                self._engine_lags = parts.publisher.lags
+                self._engines = parts.engines
                 console.watch(trainer.stages)
                 collect_rarely()
                 with self.interruption.ending_afterwards():
@@ -265,10 +264,8 @@ class _Run:
         """What belongs to a line of ``metrics.jsonl`` and is no number."""
         if self._trainer is None:
             return {}
-        lags = self._engine_lags().items()
-        engines = {name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)} for name, lag in lags}
         stages = {stage.name: stage.where for stage in self._trainer.stages()}
-        return {"stages": stages, "engines": engines} | ({"stuck": list(self._stalls)} if self._stalls else {})
+        return {"stages": stages, "engines": self._engines()} | ({"stuck": list(self._stalls)} if self._stalls else {})
 
     def _callbacks(self, tracker: Tracker, console: Console, parts: Parts, stack: ExitStack) -> TrainerCallbacks:
         def log(step: int, values: dict[str, float]) -> None:

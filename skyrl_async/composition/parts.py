@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol, cast
 
 from skyrl_async.chat import ChatRenderer
@@ -142,7 +143,20 @@ class Parts:
         """Return what the parts count beside the trainer, by metric name."""
         restarts = {"trainer/restarts": float(self.policy.num_restarts + self.logprobs.num_restarts)}
         engines = self.fleet.statistics() if self.fleet else {}
+        self.client.pool.measure_speeds()
+        slowest, *others = sorted(self.client.pool.speeds.values()) or [0.0]
+        if others:
+            engines |= {"engines/slowest_frac": slowest / median(others)}
         return restarts | self.publisher.lag_values() | lease_values(self.device_groups) | engines
+
+    def engines(self) -> dict[str, dict[str, float]]:
+        """Engine -> its lag behind the trainer, and its speed in the last step where it is known."""
+        speeds = self.client.pool.speeds
+        return {
+            name: {"lag_steps": lag.steps, "lag_seconds": round(lag.seconds, 3)}
+            | ({"tokens_per_call_second": round(speeds[name], 1)} if name in speeds else {})
+            for name, lag in self.publisher.lags().items()
+        }
 
 
 def make_trainer(

@@ -29,6 +29,7 @@ from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.fleet import Fleet, FrontEndPool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.shutdown import ShutdownRequest
@@ -114,7 +115,7 @@ class Processes:
         return booting.result(), loading.result()
 
     async def fleet(
-        self, client: InferenceEngineClient, endpoint: "Endpoint | None", say: Callable[[str], None]
+        self, client: InferenceEngineClient, endpoint: "Endpoint | None", say: Callable[[str], None], trace: Trace
     ) -> Fleet | None:
         """Keep the client's engines alive, until ``stack`` ends; new ones load the version served. None where they are no processes."""
         if not is_supervised(self.config):
@@ -124,7 +125,7 @@ class Processes:
             return (await self._start_vllm([name], {}))[0]
 
         config, lives, front_ends = self.config.engine, self._lives, endpoint.front_ends if endpoint else ()
-        fleet = Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives)
+        fleet = Fleet(client, start=start, config=config, say=say, front_ends=front_ends, lives=lives, trace=trace)
         await self.stack.enter_async_context(fleet.supervising())
         return fleet
 

@@ -88,7 +88,7 @@ async def started_parts(
         publisher = make_publisher(
             config, client, policy, groups, renderer, plan.prompts, trace, stack, time_sharing, logprobs.old
         )
-        fleet = await processes.fleet(client, endpoint, announce)
+        fleet = await processes.fleet(client, endpoint, announce, trace)
         await stack.enter_async_context(time_sharing.running() if time_sharing else contextlib.nullcontext())
         yield Parts(
             prompts=fitting_prompts(plan.prompts, renderer, client.max_model_len, say),

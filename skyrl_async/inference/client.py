@@ -314,6 +314,7 @@ class InferenceEngineClient:
                         if block is None:
                             return
                         self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
+                        slot.num_tokens += len(block.token_ids)
                         if block.finish_reason is FinishReason.ABORT:
                             await self._turns.next()  # still in its slot, so that the placement knows it
                         yield block

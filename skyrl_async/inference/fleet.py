@@ -11,6 +11,7 @@ Weights are unknown here: the publisher's ``admission`` in the client's pool upd
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from skyrl_async.inference.engine_life import EngineLife, EngineState
 from skyrl_async.inference.pool import EnginePool
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.logs import SHOWN
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.heartbeat import Heartbeat, until_silent
 from skyrl_async.runtime.tasks import task_group
 
@@ -151,6 +153,8 @@ class Fleet:
     """Takes a line for the people who watch."""
     front_ends: Sequence[FrontEndPool] = field(default=(), kw_only=True)
     """Learn which engines there are, at every change and every heartbeat interval."""
+    trace: Trace = field(default_factory=lambda: Trace(None, time.monotonic), kw_only=True)
+    """Gets a span per restart, from an engine's death until another serves in its place."""
     lives: dict[str, EngineLife] = field(default_factory=dict, kw_only=True)
     """By place, which has the name of its first engine. Given for engines that were restarted before they served."""
     _members: list[_Member] = field(default_factory=list, init=False)
@@ -275,8 +279,10 @@ class Fleet:
         while (reason := await self._death_of(member)) is not None:
             member.life.die()
             self.client.drop_engine(member.engine, EngineDeadError(reason))
-            await member.engine.close()
-            if not await self._restart(member, reason):
+            with self.trace.span("restart", track=f"engines/{member.engine.name}", reason=reason):
+                await member.engine.close()
+                is_back = await self._restart(member, reason)
+            if not is_back:
                 return
         self._forget(member)
 

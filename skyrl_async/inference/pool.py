@@ -48,6 +48,10 @@ class EngineSlot:
         """Notified when ``num_calls`` changes."""
         self.cut_off = CutOff()
         """Ends what the calls await."""
+        self.num_tokens = 0
+        """Sampled in this client's calls."""
+        self.call_seconds = 0.0
+        """Seconds of the calls that have ended, added up."""
 
 
 class EnginePool:
@@ -77,6 +81,8 @@ class EnginePool:
         """Why nobody should wait for an engine; None while one may come."""
         self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
+        self.speeds: dict[str, float] = {}
+        """Engine -> tokens sampled per second of a call, as ``measure_speeds`` found; those without an ended call are left out."""
         self.deadlines = Deadlines()
         """Stand still during an outage: no engine is left, and one is waited for."""
 
@@ -99,13 +105,14 @@ class EnginePool:
     def slot(self, session_id: str | None, generation_id: str, request: EngineRequest) -> Iterator[EngineSlot]:
         """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``."""
         name = self._placement.choose(self._slots, generation_id, session_id, asyncio.get_running_loop().time())
-        slot = self._slots[name]
+        slot, began = self._slots[name], asyncio.get_running_loop().time()
         self._placement.start(generation_id, request, name)
         slot.num_calls += 1
         try:
             yield slot
         finally:
             slot.num_calls -= 1
+            slot.call_seconds += asyncio.get_running_loop().time() - began
             slot.changes.notify()
             self._placement.end(generation_id)
             self._forget(name)
@@ -200,6 +207,14 @@ class EnginePool:
             "min_running_requests": float(min(loads)),
             "max_running_requests": float(max(loads)),
         }
+
+    def measure_speeds(self) -> None:
+        """Set ``speeds`` to those since the last time."""
+        self.speeds = {}
+        for name, slot in self._slots.items():
+            if slot.num_tokens and slot.call_seconds:
+                self.speeds[name] = slot.num_tokens / slot.call_seconds
+                slot.num_tokens, slot.call_seconds = 0, 0.0
 
     def _add(self, engine: InferenceEngine) -> None:
         name = engine.name

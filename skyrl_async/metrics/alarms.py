@@ -86,6 +86,13 @@ RULES = (
         num_steps=3,
     ),
     Rule(
+        name="slow engine",
+        metric="engines/slowest_frac",
+        is_bad=lambda share, _: share < 0.6,
+        says="One engine samples {value:.0%} of the tokens per second of a call that the others do",
+        advice="Look at engine/NAME/tokens_per_call_second for its name, and at what else runs on its device.",
+    ),
+    Rule(
         name="engines hold other weights",
         metric="policy/lag0_behavior_kl",
         is_bad=_at_least(0.01),
@@ -196,7 +203,7 @@ def alarms(rows: Sequence[Row]) -> Iterator[Alarm]:
     """Yield what is wrong at the newest step, the most serious first.
 
     Args:
-        rows: figures of steps with ``step``, in order; the newest some hundred are enough.
+        rows: figures of steps with ``step``, in order; the newest fifty are enough.
     """
     found = (rule.alarm(rows) for rule in RULES)
     return (alarm for alarm in found if alarm is not None)

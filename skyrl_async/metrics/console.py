@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from skyrl_async.metrics.alarms import Alarm, Row, alarms
 from skyrl_async.runtime.stages import StageStatus
 
 _STEP, _PHASE, _STAGES = "step", "phase", "stages"
@@ -27,6 +28,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _PLAIN_WIDTH = 100
 _NUM_STUCK = 3
+_NUM_ROWS = 50
+"""Steps that alarms are looked for in."""
 _MAX_STAGE_WIDTH = 100
 
 
@@ -49,6 +52,8 @@ class Console:
         self._display = _LiveDisplay(self.total_steps) if self.output.is_terminal else None
         self._live: Live | None = None
         self._values: dict[str, float] = {}
+        self._rows: deque[Row] = deque(maxlen=_NUM_ROWS)
+        self._alarms: list[Alarm] = []
         self._stages: Callable[[], Sequence[StageStatus]] = list
         self._due = {_STAGES: self.clock() + _INTERVALS_S[_STAGES]}
         self._phase = ""
@@ -79,11 +84,17 @@ class Console:
         self._phase = kind
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the values of a step. A value that it lacks keeps its last state."""
+        """Show the values of a step, and a new alarm. A value that the step lacks keeps its last state."""
         self._values.update(values)
+        self._rows.append({"step": step, **values})
+        known, self._alarms = {alarm.name for alarm in self._alarms}, list(alarms(self._rows))
         if self._display is not None:
             self._display.set_values(step, self._values)
+            self._display.alarms = self._alarms
             return
+        for alarm in self._alarms:
+            if alarm.name not in known:
+                self.message(f"[alarm: {alarm}]")
         if self._is_due(_STEP, at_once="reward/eval" in values or step == self.total_steps):
             count = f"{step}/{self.total_steps}" if self.total_steps else str(step)
             figures = (f"{name} {text}" for name, text in cells(self._values).items())
@@ -110,8 +121,10 @@ class Console:
             self.output.print(escape(text), highlight=False, soft_wrap=True)
 
     def summary(self, table: RenderableType) -> None:
-        """Print the summary of the run, also if the display is off."""
+        """Print the summary of the run, also if the display is off, and what is wrong at its end."""
         self.output.print(table, width=None if self._display else _PLAIN_WIDTH)
+        for alarm in self._alarms:
+            self.output.print(f"alarm: {alarm}", markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         assert self._display is not None
@@ -141,6 +154,7 @@ class _LiveDisplay:
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._cells: dict[str, str] | None = None
         self.stuck: Sequence[str] = ()
+        self.alarms: Sequence[Alarm] = ()
 
     def set_phase(self, text: str) -> None:
         self._progress.update(self._task, description=escape(text))
@@ -156,7 +170,9 @@ class _LiveDisplay:
         for status in stages:
             rows.add_row(f"[dim]{status.name}[/dim]", escape(status.where[:_MAX_STAGE_WIDTH]))
         stuck = [f"[red]stuck[/red] {escape(line)}" for line in self.stuck]
-        return Stack(*self._figures(), *([rows] if stages else []), *stuck)
+        newest = max(self.alarms, key=lambda alarm: alarm.since_step, default=None)
+        alarm = [f"[yellow]alarm[/yellow] {escape(str(newest))}"] if newest else []
+        return Stack(*self._figures(), *([rows] if stages else []), *stuck, *alarm)
 
     def _figures(self) -> tuple[RenderableType, ...]:
         if self._cells is None:

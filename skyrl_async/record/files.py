@@ -92,7 +92,9 @@ def read_samples(
     import pyarrow as pa
 
     wanted = schema() if columns is None else pa.schema([schema().field(name) for name in columns])
-    only = [("row", ">=", begin), ("row", "<", end)] if begin > 0 or end < sys.maxsize else []
+    only: list[tuple[str, str, Any]] = (
+        [("row", ">=", begin), ("row", "<", end)] if begin > 0 or end < sys.maxsize else []
+    )
     only += [("uid", "==", uid)] if uid is not None else []
     while True:
         files = [file for file in files_in(run_dir / DIRECTORY) if file.end > begin and file.first < end]

@@ -49,13 +49,12 @@ class ViewedRun:
         self._tokenizer: Tokenizer | None = None
 
     def overview(self) -> dict[str, Any]:
-        """Name, state, alarms and configuration."""
+        """State and alarms."""
         files = files_in(self.directory / DIRECTORY)
         with self._reading:
             self._metrics.read()
             steps = self._metrics.steps
             return {
-                "name": self.name,
                 "directory": str(self.directory),
                 "step": steps[-1] if steps else 0,
                 "num_lines": self._metrics.num_lines,

@@ -15,6 +15,7 @@ with each request, in the query or as a cookie.
 import hmac
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inlin
 def overview(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     """All runs at a glance."""
     differing = differences([run.settings() for run in runs]) if len(runs) > 1 else []
-    return {"runs": [run.overview() for run in runs], "differences": differing}
+    names = Counter(run.name for run in runs)
+    found = [run.overview() | {"name": run.name if names[run.name] == 1 else str(run.directory)} for run in runs]
+    return {"runs": found, "differences": differing}
 
 
 def make_app(runs: Sequence[ViewedRun], token: str | None = None) -> Starlette:

@@ -147,7 +147,8 @@ class EngineWeightUpdater:
         async def load(engine: InferenceEngine) -> None:
             began = self.clock()
             try:
-                paused_at.append(began + await engine.switch_weights(update, self.pause_mode))
+                with self.trace.span("load", track=f"engines/{engine.name}", version=update.version):
+                    paused_at.append(began + await engine.switch_weights(update, self.pause_mode))
             except PublishError as error:
                 refusals[engine.name] = error
             except EngineDeadError:

@@ -46,7 +46,11 @@ function buildFigures() {
   );
 }
 
-const panelsNow = () => [...PANELS, ...figures.extra];
+function panelsNow() {
+  const lags = [...new Set(overview.runs.flatMap((run) => run.metrics))].filter((name) => /^engine\/.*\/lag_steps$/.test(name)).slice(0, COLORS.length);
+  const engines = { title: "Engines behind the trainer", unit: "steps", zero: true, lines: Object.fromEntries(lags.map((name) => [name, name.split("/")[1]])) };
+  return [...PANELS, ...(lags.length ? [engines] : []), ...figures.extra];
+}
 
 async function loadFigures() {
   const names = panelsNow().flatMap((panel) => Object.keys(panel.lines)).join();
@@ -82,7 +86,7 @@ function linesOf(panel) {
       const several = overview.runs.length > 1;
       found.push({
         run, name, values: series[name], x: figures.byTime ? series.time_s : series.step,
-        label: [several ? runName(run) : "", label].filter(Boolean).join(" · ") || name,
+        label: label || name,
         color: COLORS[(several ? run : index) % COLORS.length],
         dash: several && index ? [[6, 3], [2, 3], [8, 3, 2, 3]][index - 1] : [],
         isSparse: series[name].filter((value) => value !== null).length < series[name].length / 2,
@@ -120,16 +124,19 @@ function drawPanel(panel, zoom) {
     tables.push([line.x, ...columns]);
     if (isSmooth) series.push({ stroke: line.color + "40", width: 1, spanGaps: true, points: { show: false } });
     series.push({ stroke: line.color, width: 2, dash: line.dash, spanGaps: true, points: { show: line.isSparse || line.values.length < 2, size: 6, fill: line.color } });
-    shownLines.push({ ...line, index: series.length - 1 });
+    shownLines.push({ ...line, index: series.length - (isSmooth ? 2 : 1) }); // the legend has the values as they are
   }
   const data = uPlot.join(tables.map(inOrder));
   const show = (chart) => {
     const at = chart.cursor.idx;
-    legend.replaceChildren(...shownLines.map((line) => {
+    const parts = new Map();
+    for (const line of shownLines) {
       const values = data[line.index];
       const value = at === null || at === undefined ? lastOf(values) : near(values, at);
-      return el("span", { style: { "--of": line.color } }, `${line.label} `, el("b", {}, (panel.shows || number)(value)));
-    }));
+      if (!parts.has(line.label)) parts.set(line.label, el("span", {}));
+      parts.get(line.label).append(el("i", { style: { "--of": line.color }, title: runName(line.run) }, el("b", {}, (panel.shows || number)(value))), " ");
+    }
+    legend.replaceChildren(...[...parts].map(([label, part]) => { part.append(label); return part; }));
   };
   const axis = { stroke: soft, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif" };
   requestAnimationFrame(() => {
@@ -174,7 +181,7 @@ function near(values, at) {
 }
 
 function rangeOf(low, high, fromZero) {
-  if (low === null) return [0, 1];
+  if (low === null || low === undefined || (fromZero && !low && !high)) return [0, 1];
   const bottom = fromZero ? Math.min(0, low) : low;
   const room = 0.08 * (high - bottom || Math.abs(high) || 1);
   return [fromZero ? bottom : bottom - room, high + room];

@@ -10,10 +10,10 @@ const PAUSE_MS = 2000;
 let tab = "run";
 
 function openTab() {
-  const [name, query] = location.hash.slice(1).split("?");
+  const [name, query] = location.hash.slice(2).split("?");
   tab = name in TABS ? name : "run";
   for (const key of Object.keys(TABS)) byId(key).hidden = key !== tab;
-  byId("tabs").replaceChildren(...Object.entries(TABS).map(([key, of]) => el("a", { href: `#${key}`, className: key === tab ? "on" : "" }, of.title)));
+  byId("tabs").replaceChildren(...Object.entries(TABS).map(([key, of]) => el("a", { href: `#/${key}`, className: key === tab ? "on" : "" }, of.title)));
   if (tab === "run") figures.seen = "";
   TABS[tab].open?.(new URLSearchParams(query || ""));
   refreshTab();

@@ -6,7 +6,7 @@ const versionsOf = (s) => (s.first_version === null ? "" : s.first_version === s
 const COLUMNS = [
   { name: "run", width: "minmax(80px, 1fr)", of: (s) => runName(s.run), several: true },
   { name: "step", width: "58px", of: (s) => s.step, n: true },
-  { name: "uid", width: "minmax(130px, 2fr)", of: (s) => shown(s.uid) },
+  { name: "uid", width: "minmax(190px, 2fr)", of: (s) => shown(s.uid) },
   { name: "sample", width: "70px", of: (s) => (s.branch ? `${s.sample} / ${s.branch}` : s.sample), by: (s) => s.sample, n: true },
   { name: "outcome", width: "104px", of: (s) => el("span", { className: `pill ${s.outcome}` }, s.outcome), by: (s) => s.outcome },
   { name: "reward", width: "72px", of: (s) => number(s.reward), by: (s) => s.reward, n: true },
@@ -163,7 +163,7 @@ function drawRows() {
   place.replaceChildren(head, el("div", { style: { height: `${browse.visible.length * HEIGHT}px` } }), ...rows);
 }
 
-// From another view: #samples?run=0&uid=..., or &row=...
+// From another view: #/samples?run=0&uid=..., or &row=...
 async function openSamples(query) {
   if (!query.has("uid") && !query.has("row")) return;
   await refreshSamples();

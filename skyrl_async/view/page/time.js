@@ -4,6 +4,11 @@
 const ROW = 22, LEFT = 150, TOP = 24;
 const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
 
+const MEANINGS = {
+  "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
+  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts",
+};
+
 function buildTime() {
   const canvas = el("canvas", { id: "timeline" });
   const move = (factor, shift = 0) => {
@@ -21,7 +26,8 @@ function buildTime() {
       el("button", { onclick: () => move(1, -0.5), ariaLabel: "earlier" }, "←"),
       el("button", { onclick: () => move(1, 0.5), ariaLabel: "later" }, "→"),
       el("span", { id: "time-state", className: "soft" })),
-    el("div", { className: "card" }, canvas),
+    el("div", { className: "card" },
+      el("div", { className: "legend" }, ...Object.entries(MEANINGS).map(([color, text]) => el("i", { style: { "--of": color } }, text))), canvas),
     el("div", { id: "waits" }),
   );
   canvas.addEventListener("wheel", (event) => {
@@ -137,10 +143,10 @@ const isWait = (span) => "item" in (span.args || {}) || span.track === "waiting"
 const itemOf = (span) => (isWait(span) ? span.name : span.track === "generation" ? String(span.args.uid ?? span.name) : span.name + (span.args.version !== undefined && !span.track.startsWith("stages/") ? ` v${span.args.version}` : ""));
 
 function colorOf(span, color) {
-  if (span.name === "waiting for input") return color("--line");
+  if (span.name === "waiting for input") return color("--idle");
   if (span.name === "waiting for output") return "#d9822b";
   if (span.track === "waiting") return "#c8504b";
-  return { publish: "#3d9a6d", training: "#2f6db5", evaluation: "#8e5bb5", generation: "#1f97a8", devices: "#a3762f" }[span.track.split("/")[0]] || "#2f6db5";
+  return { publish: "#3d9a6d", training: "#2f6db5", evaluation: "#8e5bb5", generation: "#1f97a8", devices: "#a3762f", engines: "#a3762f" }[span.track.split("/")[0]] || "#2f6db5";
 }
 
 function describe(span) {
@@ -174,7 +180,7 @@ function drawWaits() {
   const head = el("tr", {}, ...["seconds", "step", "the trainer waited", "until this group came", "at"].map((name) => el("th", {}, name)));
   const rows = waits.map((wait) => el("tr", {},
     el("td", {}, number(wait.end - wait.begin, 3)), el("td", {}, number(wait.step)), el("td", {}, WHY[wait.name] || wait.name),
-    el("td", {}, wait.uid ? el("a", { href: `#samples?uid=${encodeURIComponent(wait.uid)}&run=${time.run}` }, shown(wait.uid)) : "–"),
+    el("td", {}, wait.uid ? el("a", { href: `#/samples?uid=${encodeURIComponent(wait.uid)}&run=${time.run}` }, shown(wait.uid)) : "–"),
     el("td", {}, `${number(wait.begin, 5)} s`)));
   byId("waits").replaceChildren(el("h2", {}, "The longest waits of this time"), el("div", { className: "card" }, el("table", {}, head, ...rows)));
 }
