@@ -97,7 +97,7 @@ RULES = (
         metric="policy/lag0_behavior_kl",
         is_bad=_at_least(0.01),
         says="Engine and trainer disagree by {value:.3g} nats per token on tokens of the very version that is trained",
-        advice="Compare dtypes, temperature and template: inference_engine.dtype and training.dtype.",
+        advice="Compare the types of the weights (policy.dtype), and look for an engine that serves another version.",
         num_steps=3,
     ),
     Rule(
@@ -164,7 +164,7 @@ RULES = (
         metric="trainer/idle_frac",
         is_bad=_at_least(0.5),
         says="The trainer waits for generation for {value:.0%} of the step",
-        advice="Add engines (inference_engine.num_engines), or raise trainer.max_staleness_steps.",
+        advice="Add engines (engine.num_engines), or raise trainer.max_staleness_steps.",
     ),
     Rule(
         name="generation idle",

@@ -49,7 +49,13 @@ function buildSamples() {
   });
 }
 
-async function refreshSamples() {
+// One at a time: two would add the same rows.
+function refreshSamples() {
+  browse.refreshing ??= takeNewSamples().finally(() => { browse.refreshing = null; });
+  return browse.refreshing;
+}
+
+async function takeNewSamples() {
   let isNew = false;
   for (const [run, { num_rows, num_restarts }] of overview.runs.entries()) {
     const have = browse.samples[run] ??= [];

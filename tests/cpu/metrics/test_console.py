@@ -207,3 +207,25 @@ def test_an_outage_and_stuck_work_are_printed_once(
     for line in ("no inference engine is left", "p3 (in environment step for 75 s)"):
         assert (said.out.count(line), said.err.count(line)) == ((1, 0) if has_console else (0, 1))
         assert log.count(line) == 1
+
+
+def test_a_new_alarm_is_a_line_and_one_that_lasts_is_said_again_with_the_summary() -> None:
+    console, file, _ = plain()
+    with console:
+        for step in range(1, 10):
+            console.log(step, {"trainer/idle_frac": 0.75})
+    console.summary("the end")
+    shown = [line for line in file.getvalue().splitlines() if "alarm" in line]
+    assert len(shown) == 2 and shown[0].startswith(
+        "[alarm: The trainer waits for generation for 75% of the step (since"
+    )
+    assert shown[1].startswith("alarm: The trainer waits")
+
+
+def test_a_terminal_shows_the_newest_alarm() -> None:
+    console, file = terminal()
+    with console:
+        for step in range(1, 10):
+            console.log(step, {"trainer/idle_frac": 0.75, "generate/truncated_frac": 0.5 if step > 3 else 0.0})
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).split("alarm")[-1]
+    assert last.startswith(" The token budget cuts 50% of the answers")

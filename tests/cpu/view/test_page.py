@@ -1,0 +1,272 @@
+"""The page in a real Chromium, served by the real command. Skipped where no Chromium is installed."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from skyrl_async.chat.turns import RowTurn
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import Outcome
+from skyrl_async.record.files import DIRECTORY, TOKENIZER
+from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.types import Trajectory
+from skyrl_async.view.__main__ import main
+from tests.cpu.record.test_sample_record import ended, row
+from tests.cpu.view.test_run import append
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+
+EVIL = '<img src=x onerror="window.wasRun=1"><script>window.wasRun=1</script>\x1b[2J\u202eabc'
+TOKENIZER_OF_THE_RUN = train_tokenizer(["What is 2+2? Done 0123456789"])
+WORDS = TOKENIZER_OF_THE_RUN("What is 2+2? Done", add_special_tokens=False)["input_ids"]
+
+
+def answer(*, reward: float, versions: list[int], branch_at: int = len(WORDS), sample: int = 0) -> Trajectory:
+    """``WORDS`` behind a prompt of two tokens; from ``branch_at`` on it says something else."""
+    num = len(WORDS)
+    return Trajectory(
+        prompt_token_ids=(1, 2),
+        response_token_ids=[token if i < branch_at else WORDS[0] for i, token in enumerate(WORDS)],
+        loss_mask=[True] * num,
+        logprobs=[-0.25] * num,
+        old_logprobs=[-0.5] * num,
+        old_version=max(versions),
+        versions=[versions[i * len(versions) // num] for i in range(num)],
+        reward=reward,
+        sample_index=sample,
+    )
+
+
+def turns(row: Trajectory) -> list[RowTurn]:
+    end = 2 + len(row.response_token_ids)
+    return [RowTurn("user", "two words", 0, 2), RowTurn("assistant", "What is 2+2? Done" if end > 5 else EVIL, 2, end)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run_dir = tmp_path / "first"
+    record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
+    rows = [
+        answer(reward=1.0, versions=[1, 2]),
+        answer(reward=0.0, versions=[2], sample=1),
+        answer(reward=0.0, versions=[2], sample=1, branch_at=5),
+    ]
+    record.add(ended("sum-1", 3, Outcome.TRAINED, *rows))
+    record.add(ended("evil-<b>", 4, Outcome.FILTERED, row(), reason="<i>no signal</i>"))
+    record.add(ended("sum-3", 4, Outcome.FAILED, failed=[0], failure=OSError("disk gone")))
+    record.close()
+    TOKENIZER_OF_THE_RUN.backend_tokenizer.save(str(run_dir / TOKENIZER))
+    bad = {"trainer/idle_frac": 0.75}
+    figures = ({"step": n, "time_s": 2.0 * n, "reward/mean": n / 10, "timing/step": 2.0, **bad} for n in range(1, 9))
+    append(run_dir / "metrics.jsonl", *figures)
+    (run_dir / "config.yaml").write_text("training:\n  lr: 0.001\n")
+    trace = Trace(run_dir / "trace", lambda: 0.0)
+    trace.past_span("group", "generation", 1.0, 7.0, uid="sum-1")
+    trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
+    trace.close()
+    return run_dir
+
+
+@contextmanager
+def served(*arguments: str | Path) -> Iterator[str]:
+    """The address that the command prints."""
+    command = [sys.executable, "-m", "skyrl_async.view", *map(str, arguments), "--port", "0", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page; an error in one of its scripts fails the test."""
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    was_run = page.evaluate("window.wasRun")
+    page.close()
+    assert not errors and was_run is None
+
+
+def rows_shown(page: Page) -> list[str]:
+    return page.locator(".row:not(.head)").all_inner_texts()
+
+
+def test_figures_are_drawn_with_what_is_wrong_first_and_follow_the_run(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("#alarms")).to_contain_text(
+            "The trainer waits for generation for 75% of the step, since step 3"
+        )
+        reward = page.locator(".panel", has_text="Reward")
+        expect(reward.locator("canvas")).to_have_count(1)
+        expect(reward.locator(".legend")).to_have_text("0.8 training")
+        expect(page.locator(".panel", has_text="Entropy")).to_contain_text("not logged")
+        append(run_dir / "metrics.jsonl", {"step": 9, "time_s": 18.0, "reward/mean": 0.95, "trainer/idle_frac": 0.0})
+        expect(reward.locator(".legend")).to_have_text("0.95 training")
+        expect(page.locator(".alarm")).to_have_count(0)
+        drawn = page.evaluate(
+            "(() => { const c = document.querySelector('.panel canvas'); const d = c.getContext('2d')"
+            ".getImageData(0, 0, c.width, c.height).data; let n = 0; for (let i = 0; i < d.length; i += 4)"
+            " n += d[i] < 80 && d[i + 1] > 90 && d[i + 2] > 160 && d[i + 3] > 200; return n; })()"
+        )
+        assert drawn > 100, "pixels in the colour of the line"
+
+
+def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, page: Page, tmp_path: Path) -> None:
+    other = tmp_path / "second"
+    shutil.copytree(run_dir, other)
+    (other / "config.yaml").write_text("training:\n  lr: 0.002\n")
+    with served(run_dir, other) as address:
+        page.goto(address)
+        expect(page.locator("#differences table")).to_contain_text("training.lr")
+        expect(page.locator("#differences td")).to_have_text(["training.lr", "0.001", "0.002"])
+        expect(page.locator(".panel", has_text="Reward").locator(".legend b")).to_have_text(["0.8", "0.8"])
+
+
+def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples")
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        page.locator(".head", has_text="reward").get_by_text("reward", exact=True).click()
+        assert "sum-3" in rows_shown(page)[-1], "without a reward it is last"
+        page.select_option("#of-outcome", "failed")
+        expect(page.locator("#num-rows")).to_have_text("2 of 6 samples")
+        assert "disk gone" in rows_shown(page)[-1]
+        page.get_by_text("clear").click()
+        page.fill("#reward-from", "0.5")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        page.get_by_text("clear").click()
+        page.fill("#words", "WHAT is 2")
+        page.press("#words", "Enter")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+
+
+def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples?run=0&row=0")
+        tokens = page.locator(".turn.assistant .token")
+        expect(tokens).to_have_count(len(WORDS))
+        assert page.locator(".turn.assistant .text").inner_text() == TOKENIZER_OF_THE_RUN.decode(WORDS)
+        expect(page.locator("#scale")).to_contain_text("version 1")
+        colours = tokens.evaluate_all("all => all.map(one => one.style.background)")
+        assert len(set(colours)) == 2 and colours == sorted(colours, key=colours.index), "one colour per version"
+        tokens.last.hover()
+        expect(page.locator("#hint")).to_contain_text("version 2")
+        expect(page.locator("#hint")).to_contain_text("behavior log-prob -0.25")
+        expect(page.locator("#hint")).to_contain_text("gap -0.25, ratio 0.7788")
+        page.select_option("#mode", "gap")
+        expect(page.locator("#scale")).to_contain_text("-0.1")
+        page.get_by_text("side by side").click()
+        expect(page.locator(".side > .card")).to_have_count(3)
+
+
+def test_a_rewritten_history_is_a_tree_of_branches(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples?run=0&row=2")
+        expect(page.locator(".tree .tree").first).to_contain_text("branch 1: 17 tokens, leaves branch 0 at turn 2 (token 7)")
+        page.locator(".tree button", has_text="branch 0").first.click()
+        expect(page.locator(".turn.assistant .text")).to_have_text("What is 2+2? Done")
+
+
+def test_texts_of_samples_are_never_code(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples?run=0&row=3")
+        expect(page.locator(".detail h2")).to_contain_text("evil-<b>")
+        expect(page.locator(".detail .error")).to_have_text("<i>no signal</i>")
+        (run_dir / TOKENIZER).unlink()
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples?run=0&row=3")
+        text = page.locator(".turn.assistant .text")
+        expect(text).to_contain_text("<script>window.wasRun=1</script>")
+        assert "\\u001b[2J\\u202eabc" in text.inner_text()
+        expect(page.locator(".detail img, .detail script")).to_have_count(0)
+
+
+def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/time")
+        expect(page.locator("#waits td").first).to_have_text("5.5")
+        canvas = page.locator("#timeline").bounding_box()
+        assert canvas is not None
+        page.mouse.move(canvas["x"] + canvas["width"] / 2, canvas["y"] + 24 + 22 + 11)
+        expect(page.locator("#hint")).to_contain_text("uid: sum-1")
+        page.get_by_role("button", name="zoom in").click()
+        page.get_by_role("link", name="sum-1").click()
+        expect(page.locator(".detail h2")).to_contain_text("sum-1")
+
+
+def test_a_report_is_one_file_that_needs_no_network(run_dir: Path, page: Page, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    assert main([str(run_dir), "--export", str(report)]) == 0
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report.as_uri())
+    expect(page.locator("#alarms")).to_contain_text("The trainer waits")
+    expect(page.locator(".panel canvas").first).to_be_visible()
+    page.goto(f"{report.as_uri()}#/samples?run=0&row=3")
+    expect(page.locator(".detail h2")).to_contain_text("evil-<b>")
+    page.goto(f"{report.as_uri()}#/time")
+    expect(page.locator("#waits td").first).to_have_text("5.5")
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+
+
+def test_only_who_knows_the_token_and_who_names_this_machine_is_answered(run_dir: Path) -> None:
+    with served(run_dir) as address:
+        assert httpx.get(address).status_code == 200
+        assert httpx.get(address, headers={"host": "evil.example"}).status_code == 400
+        answers = [httpx.get(f"{address}api/{path}") for path in ("sample?row=99", "sample?row=x", "series?run=7")]
+        assert [answer.status_code for answer in answers] == [404, 400, 400]
+        assert answers[2].json() == {"error": "run must be a number from 0 to 0, got '7'"}
+    with served(run_dir, "--host", "0.0.0.0") as address:
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        with httpx.Client() as client:
+            assert client.get(address.split("?")[0]).status_code == 403
+            assert client.get(address).status_code == 200
+            assert client.get(address.split("?")[0] + "api/overview").status_code == 200, "by the cookie"
+
+
+def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "name the directory of a run" in capsys.readouterr().err
+    with served(run_dir) as address:
+        port = address.rstrip("/").rpartition(":")[2]
+        assert main([str(run_dir), "--port", port, "--no-browser"]) == 2
+        assert f"port {port} of 127.0.0.1 cannot be had" in capsys.readouterr().err
+    assert main([str(run_dir), "--export", str(tmp_path / "nowhere" / "report.html")]) == 2
+    assert "name a file in a directory that exists" in capsys.readouterr().err
+    (run_dir / "metrics.jsonl").write_text("{half\n")
+    assert main([str(run_dir), "--export", str(tmp_path / "report.html")]) == 2
+    assert "line 1 is no line of metrics" in capsys.readouterr().err
+
+
+def test_the_recorded_run_that_ships_is_shown(page: Page) -> None:
+    with served("--demo") as address:
+        page.goto(address)
+        expect(page.locator(".panel canvas").first).to_be_visible()
+        page.goto(f"{address}#/samples")
+        page.fill("#words", "extend")
+        page.press("#words", "Enter")
+        page.locator(".row:not(.head)", has_text="trained").first.click()
+        expect(page.locator(".turn.assistant .token").first).to_be_visible()

@@ -1,0 +1,133 @@
+"""One run as the page asks for it: figures and samples of files that grow, are cut, thinned or damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_async.errors import CheckpointError, ConfigError
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.record.ended import Outcome
+from skyrl_async.record.files import DIRECTORY, TOKENIZER
+from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.view.metrics_file import MetricsFile
+from skyrl_async.view.run import ViewedRun, differences
+from tests.cpu.record.test_sample_record import ended, row
+from tests.cpu.view.test_text import turns
+
+
+def append(path: Path, *rows: dict[str, Any], end: str = "\n") -> None:
+    with path.open("a") as file:
+        file.write("\n".join(json.dumps(row) for row in rows) + end)
+
+
+def step(number: int, **figures: Any) -> dict[str, Any]:
+    return {"step": number, "time_s": 2.0 * number, "reward/mean": number / 10, **figures}
+
+
+def test_figures_are_read_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.read()
+    assert metrics.steps == []
+    append(path, step(1), step(2, stages={"train": "idle"}, engines={"engine-0": {"lag_steps": 1}}))
+    append(path, step(3), end="")
+    metrics.read()
+    assert metrics.steps == [1, 2], "the last line is not whole"
+    append(path, end="\n")
+    append(path, {"step": 1, "reward/eval": 0.5})
+    metrics.read()
+    found = metrics.series(["reward/mean", "reward/eval", "engine/engine-0/lag_steps", "unknown"])
+    assert found["step"] == [1, 2, 3] and found["reward/mean"] == [0.1, 0.2, 0.3]
+    assert found["reward/eval"][0] == 0.5 and found["engine/engine-0/lag_steps"][1] == 1
+    assert "unknown" not in found and metrics.rows(1) == [{"step": 3.0, "time_s": 6.0, "reward/mean": 0.3}]
+
+
+def test_a_run_that_went_back_to_an_earlier_step_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    append(path, *map(step, range(1, 8)))
+    metrics.read()
+    before = metrics.num_restarts
+    kept = path.with_suffix(".new")
+    append(kept, *map(step, range(1, 6)), step(6, **{"reward/mean": 9.0}))
+    kept.replace(path)
+    metrics.read()
+    assert metrics.series(["reward/mean"])["reward/mean"][-1] == 9.0 and metrics.steps == [1, 2, 3, 4, 5, 6]
+    assert metrics.num_restarts == before + 1
+
+
+def test_a_long_series_is_thinned_to_means_and_loses_no_rare_value(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, *(step(n, **({"reward/eval": 0.25} if n == 4321 else {})) for n in range(10_000)))
+    metrics = MetricsFile(path)
+    metrics.read()
+    found = metrics.series(["reward/eval"])
+    assert len(found["step"]) == 2000 and found["step"][:2] == [2.0, 7.0]
+    assert [value for value in found["reward/eval"] if value == value] == [0.25]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1)) + "\n{broken\n")
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged: line 2 is no line of metrics"):
+        MetricsFile(path).read()
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere must be the directory of a run.*is no directory"):
+        ViewedRun(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no metrics.jsonl, config.yaml or samples/"):
+        ViewedRun(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> ViewedRun:
+    record = SampleRecord(tmp_path / DIRECTORY, turns_of=turns, groups_with_text=1)
+    record.add(ended("sum-1", 3, Outcome.TRAINED, row(), row(reward=0.0)))
+    record.add(ended("sum-2", 4, Outcome.FAILED, failed=[0], failure=OSError("gone")))
+    record.close()
+    append(tmp_path / "metrics.jsonl", step(1))
+    return ViewedRun(tmp_path)
+
+
+def test_figures_of_rows_come_by_column_from_a_row_on(run: ViewedRun) -> None:
+    found = run.samples(0)
+    assert found["row"] == [0, 1, 2, 3] and found["first_version"] == [1, 1, 1, None]
+    assert [found["outcome"]["texts"][code] for code in found["outcome"]["codes"]][::3] == ["trained", "failed"]
+    assert run.samples(3)["row"] == [3] and run.samples(4)["row"] == []
+
+
+def test_words_are_found_in_texts_whatever_their_case(run: ViewedRun) -> None:
+    assert run.find("WHAT is 2+2") == [2, 1, 0]
+    assert run.find("nothing of the kind") == []
+
+
+def test_each_token_has_its_text_once_the_tokenizer_is_known(run: ViewedRun) -> None:
+    assert run.sample(0)["pieces"] is None and run.sample(0)["turns"][0]["text"] == "<|user|>What is 2+2?\n"
+    tokenizer = train_tokenizer(["Ä 3248 €"])
+    tokenizer.backend_tokenizer.save(str(run.directory / TOKENIZER))
+    ids = tokenizer("3248 \U0001f600")["input_ids"]
+    pieces = ViewedRun(run.directory)._pieces(ids)
+    assert pieces is not None and len(pieces) == len(ids) and "".join(pieces) == tokenizer.decode(ids)
+    with pytest.raises(LookupError, match="no row 99"):
+        run.sample(99)
+
+
+def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> None:
+    now = [0.0]
+    trace = Trace(run.directory / "trace", lambda: now[0])
+    trace.past_span("group", "generation", 1.0, 7.0, uid="slow")
+    trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
+    trace.past_span("tiny", "waiting", 8.0, 8.001, step=4)
+    trace.close()
+    found = run.spans(None, None)
+    assert (found["last"], found["num_left_out"]) == (8.001, 1)
+    assert [(wait["name"], wait["uid"]) for wait in found["waits"]] == [("wait_for_groups", "slow"), ("tiny", None)]
+
+
+def test_configurations_are_compared_by_key() -> None:
+    found = differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}, {"a": 1, "b": 2}])
+    assert found == [{"key": "b", "values": [2, 3, 2]}]
