@@ -1,0 +1,135 @@
+"""The page over a long run: 1,000 steps with 100 figures each, and 100,000 samples of 200 tokens with their texts.
+
+``boot_s``: from the command to its address. ``open_s``: from there to the first drawn chart, in headless Chromium. ``rows_s``: from a click
+to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``viewer_mb``:
+resident memory of the viewer's process at the end.
+"""
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+from playwright.sync_api import expect, sync_playwright
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.chat.turns import RowTurn
+from skyrl_async.record.ended import EndedGroup, Outcome
+from skyrl_async.record.files import DIRECTORY
+from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.types import Group, Trajectory
+
+NUM_TOKENS = 200
+_GROUP = 10
+
+
+def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> None:
+    """A run of random figures and tokens, whose answers end with the number of their row."""
+    random = np.random.default_rng(seed)
+    run_dir.mkdir()
+    names = ["reward/mean", "policy/entropy", "policy/ess", *(f"timing/part_{i}" for i in range(97))]
+    with (run_dir / "metrics.jsonl").open("wb") as file:
+        for step in range(1, num_steps + 1):
+            values = dict(zip(names, random.random(len(names)).tolist(), strict=True))
+            file.write(msgspec.json.encode({"step": step, "time_s": 10.0 * step, **values}) + b"\n")
+    words = np.array([f"word{i}" for i in range(5000)])
+
+    def turns(row: Trajectory) -> list[RowTurn]:
+        text = " ".join(words[row.response_token_ids % len(words)])
+        return [
+            RowTurn("user", "What is it?", 0, 8),
+            RowTurn("assistant", f"{text} {row.metrics['number']:.0f}", 8, 208),
+        ]
+
+    record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
+    for step in range(1, num_steps + 1):
+        for number in range((step - 1) * num_samples // num_steps, step * num_samples // num_steps, _GROUP):
+            rows = tuple(
+                Trajectory(
+                    prompt_token_ids=np.arange(8),
+                    response_token_ids=random.integers(0, 150_000, NUM_TOKENS),
+                    loss_mask=np.ones(NUM_TOKENS, bool),
+                    logprobs=-random.random(NUM_TOKENS),
+                    versions=np.full(NUM_TOKENS, step - 1),
+                    reward=float(random.random() > 0.5),
+                    metrics={"number": float(number + i)},
+                )
+                for i in range(_GROUP)
+            )
+            group = Group(uid=f"p{number}", admission_index=number, scheduled_version=step - 1, trajectories=rows)
+            record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=step))
+        asyncio.run(record.flush())
+    record.close()
+
+
+def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
+    """Open the run in the page, as a user would."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise SystemExit("no Chromium is installed: apt-get install chromium")
+    command = [sys.executable, "-m", "skyrl_async.view", str(run_dir), "--port", "0", "--no-browser"]
+    clock = [time.perf_counter()]
+
+    def lap() -> float:
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[0]
+            figures = {"boot_s": lap()}
+            flags = (
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-background-networking",
+            )
+            page = playwright.chromium.launch(executable_path=chromium, args=flags).new_page()
+            page.set_default_timeout(120_000)
+            lap()
+            page.goto(address)
+            page.locator(".panel canvas").first.wait_for()
+            figures["open_s"] = lap()
+            page.get_by_role("link", name="Samples").click()
+            expect(page.locator("#num-rows")).to_have_text(
+                f"{num_samples:,} of {num_samples:,} samples", timeout=120_000
+            )
+            figures["rows_s"] = lap()
+            page.fill("#words", f"{num_samples // 2 + 7}")
+            lap()
+            page.press("#words", "Enter")
+            expect(page.locator("#num-rows")).to_have_text(f"1 of {num_samples:,} samples", timeout=120_000)
+            figures["find_s"] = lap()
+            page.locator(".row:not(.head)").first.click()
+            page.locator(".turn.assistant .text").wait_for()
+            figures["sample_s"] = lap()
+            figures["viewer_mb"] = psutil.Process(server.pid).memory_info().rss / 1e6
+            return figures
+        finally:
+            server.terminate()
+
+
+def main() -> int:
+    options = arguments(__doc__ or "").parse_args()
+    sizes = {"num_steps": 100, "num_samples": 10_000} if options.quick else {"num_steps": 1000, "num_samples": 100_000}
+    under = conditions(seed=options.seed, tokens=NUM_TOKENS, **sizes)
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        write_run(run_dir, seed=options.seed, **sizes)
+        size_mb = sum(file.stat().st_size for file in run_dir.rglob("*") if file.is_file()) / 1e6
+        rows = [{"round": i, **measure(run_dir, sizes["num_samples"])} for i in range(3)]
+    report("the page over a long run", {"conditions": under, "run_mb": size_mb}, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
