@@ -31,6 +31,7 @@ _FIGURES = (
 MAX_ROWS = 50_000
 """Of one answer."""
 _MAX_FOUND = 10_000
+_ENGINES = "engines/"
 _PIXELS = 2000
 """A span of less than the window's share of one is left out."""
 
@@ -107,13 +108,14 @@ class ViewedRun:
     def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
         """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.
 
-        Spans shorter than a pixel are left out.
+        Spans shorter than a pixel are left out, but for those of engines: they say which version an engine serves.
         """
         last = trace_end(self.directory)
         end = last if end is None else end
         begin = max(0.0, end - 60) if begin is None else begin
         spans = list(read_spans(self.directory, begin, end))
-        drawn = [span for span in spans if span.end - span.begin >= (end - begin) / _PIXELS]
+        shortest = (end - begin) / _PIXELS
+        drawn = [s for s in spans if s.end - s.begin >= shortest or s.track.startswith(_ENGINES)]
         return {
             "begin": begin,
             "end": end,

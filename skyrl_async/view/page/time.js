@@ -6,7 +6,7 @@ const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: t
 
 const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
-  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts",
+  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version",
 };
 
 function buildTime() {
@@ -82,8 +82,19 @@ async function loadTime() {
     showError(byId("waits"), error);
     return;
   }
+  time.spans.spans.push(...served(time.spans));
   drawTime();
   drawWaits();
+}
+
+// What each engine served between its loads.
+function served({ spans, end }) {
+  const of = {};
+  for (const span of spans) if (span.track.startsWith("engines/")) (of[span.track] ??= []).push(span);
+  return Object.values(of).flatMap((changes) => changes.sort((a, b) => a.begin - b.begin).flatMap((change, i) => {
+    const until = changes[i + 1]?.begin ?? end;
+    return change.name === "load" && until > change.end ? [{ ...change, name: "serves", begin: change.end, end: until }] : [];
+  }));
 }
 
 const ORDER = ["stages/", "engines/", "publish", "training", "waiting", "evaluation", "devices", "generation"];
@@ -145,6 +156,7 @@ const itemOf = (span) => (isWait(span) ? span.name : span.track === "generation"
 function colorOf(span, color) {
   if (span.name === "waiting for input") return color("--idle");
   if (span.name === "waiting for output") return "#d9822b";
+  if (span.name === "serves") return "#6d8f7f";
   if (span.track === "waiting") return "#c8504b";
   return { publish: "#3d9a6d", training: "#2f6db5", evaluation: "#8e5bb5", generation: "#1f97a8", devices: "#a3762f", engines: "#a3762f" }[span.track.split("/")[0]] || "#2f6db5";
 }

@@ -122,9 +122,11 @@ def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> Non
     trace.past_span("group", "generation", 1.0, 7.0, uid="slow")
     trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
     trace.past_span("tiny", "waiting", 8.0, 8.001, step=4)
+    trace.past_span("load", "engines/engine-0", 8.0, 8.001, version=3)
     trace.close()
     found = run.spans(None, None)
     assert (found["last"], found["num_left_out"]) == (8.001, 1)
+    assert [span["name"] for span in found["spans"]] == ["group", "wait_for_groups", "load"], "an engine's are all there"
     assert [(wait["name"], wait["uid"]) for wait in found["waits"]] == [("wait_for_groups", "slow"), ("tiny", None)]
 
 
