@@ -83,6 +83,7 @@ def training_settings(config: Config, policy_path: Path, num_steps: int) -> Trai
         deepspeed_json=read_user_config(deepspeed, max_grad_norm=training.max_grad_norm) if deepspeed else None,
         num_steps=num_steps,
         temperature=config.generator.sampling.temperature,
+        returns_logprobs=config.trainer.samples.groups_with_text != 0,
         has_reference=algorithm.uses_reference and training.num_ref_workers == 0,
         reference_path=reference_path(config),
         policy_loss=POLICY_LOSSES.portable(algorithm.policy_loss_type),

@@ -9,9 +9,11 @@ Knows neither how groups are generated nor how weights reach the engines.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.algorithms.aggregation import Aggregation
+from skyrl_async.columns import Logprobs
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.step import StepFigures
@@ -20,7 +22,7 @@ from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Lane
 from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
-from skyrl_async.training.protocol import WAIT_SECONDS, Policy
+from skyrl_async.training.protocol import LOGPROBS, WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
@@ -211,6 +213,7 @@ class TrainStage:
         with timed, self.beside_validation.piece(masked.num_sampled_tokens):
             sums = await self._policy.forward_backward(reduced.trajectories, masked.advantages, figures.trained_version)
             _set_wait_apart(figures, "forward_backward", sums)
+        masked = _with_logprobs(masked, sums.pop(LOGPROBS, None), figures.trained_version)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
 
@@ -234,6 +237,20 @@ class TrainStage:
                 await self._run.staleness.notify_trainer_waiting(False)
         if self._run.shutdown.is_requested and self._weight_update.is_cut:
             raise ShutdownRequested
+
+
+def _with_logprobs(group: Group, logprobs: Sequence[Logprobs] | None, version: int) -> Group:
+    """The group with the trainer's log-probs in the rows whose algorithm has not asked for them before."""
+    if logprobs is None:
+        return group
+    rows = zip(group.trajectories, logprobs, strict=True)
+    return replace(
+        group,
+        trajectories=tuple(
+            row if row.old_logprobs is not None else replace(row, old_logprobs=values, old_version=version)
+            for row, values in rows
+        ),
+    )
 
 
 def _set_wait_apart(figures: StepFigures, name: str, answer: dict[str, float]) -> None:

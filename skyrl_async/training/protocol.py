@@ -15,6 +15,8 @@ SharedWeights = dict[str, dict[str, Any]]
 """``shared_tensor.device_key`` -> Hugging Face name -> handle for ``shared_tensor.opened``."""
 WAIT_SECONDS = "wait_seconds"
 """Key of the seconds that a call waited for earlier calls."""
+LOGPROBS = "logprobs"
+"""Key of the log-probs of ``forward_backward``'s rows under the policy, as in ``RowLogprobs.values``."""
 
 
 class Policy(Protocol):
@@ -22,7 +24,7 @@ class Policy(Protocol):
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Accumulate the gradient of the *sum* of the policy loss over sampled tokens, each weighted by its row's weight.
 
         Args:
@@ -31,7 +33,8 @@ class Policy(Protocol):
             version: the version being trained, for the figures per token lag.
 
         Returns:
-            Sums over tokens (keys end in ``_sum``), ``num_tokens``, maxima (keys end in ``_max``), and ``WAIT_SECONDS`` if the call waited.
+            Sums over tokens (keys end in ``_sum``), ``num_tokens``, maxima (keys end in ``_max``), ``WAIT_SECONDS`` if the call waited, and
+            ``LOGPROBS`` if the policy was made to return them (``TrainingSettings.returns_logprobs``).
         """
 
     async def step(self, denominator: float) -> dict[str, float]:

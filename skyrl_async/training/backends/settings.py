@@ -62,6 +62,8 @@ class TrainingSettings:
     """Sampled tokens whose logits exist at once, >= 1."""
     temperature: float = 1.0
     """> 0. Engines sample from ``softmax(logits / temperature)``; the policy's log-probs are computed from the same."""
+    returns_logprobs: bool = False
+    """Whether ``forward_backward`` returns the log-probs of the trained tokens, for the record of samples."""
 
     trains: bool = True
     """False: no optimizer and no gradients. Such a rank computes log-probs, of weights that ``load_weights`` replaces."""

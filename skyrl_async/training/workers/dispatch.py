@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from skyrl_async.columns import Logprobs, TokenIds
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.protocol import LOGPROBS
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 MicroBatches = tuple[tuple[Row, ...], ...]
@@ -70,6 +71,16 @@ def split_work(
         )
         for plan in _plans(rows, settings, num_ranks)
     ]
+
+
+def _of_responses(trajectories: Sequence[Trajectory], sampled: Iterable[tuple[Row, Logprobs]]) -> tuple[Logprobs, ...]:
+    """A column per trajectory with one value per response token, from rows' values per sampled token; 0.0 elsewhere."""
+    columns: dict[int, Logprobs] = {
+        id(row): np.zeros(len(row.response_token_ids), dtype=np.float32) for row in trajectories
+    }
+    for row, values in sampled:
+        columns[id(row.trajectory)][row.trajectory.loss_mask] = values
+    return tuple(columns[id(row)] for row in trajectories)
 
 
 def _picked(rows: Sequence[Row], plan: Sequence[Sequence[int]]) -> MicroBatches:
@@ -135,11 +146,16 @@ class PolicyOverRanks(ABC):
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """As ``Policy``."""
         works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=self._num_ranks)
-        figures = await self._call_each("forward_backward", [(work,) for work in works])
-        return {"num_tokens": 0.0} | merge_figures(figures)
+        answers: list[dict[str, Any]] = await self._call_each("forward_backward", [(work,) for work in works])
+        logprobs = [answer.pop(LOGPROBS, ()) for answer in answers]
+        figures: dict[str, Any] = {"num_tokens": 0.0} | merge_figures(answers)
+        if self._settings.returns_logprobs:
+            rows = chain.from_iterable(micro_batch for work in works for micro_batch in work.micro_batches)
+            figures[LOGPROBS] = _of_responses(trajectories, zip(rows, chain.from_iterable(logprobs), strict=True))
+        return figures
 
     async def step(self, denominator: float) -> dict[str, float]:
         """As ``Policy``."""
@@ -153,18 +169,15 @@ class PolicyOverRanks(ABC):
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """As ``Policy``. Raises ``TrainingError`` if ranks hold different versions."""
-        positions = [index for index, trajectory in enumerate(trajectories) if trajectory.num_sampled_tokens]
-        rows = [Row(trajectory=trajectories[position], advantage=0.0) for position in positions]
+        rows = [Row(trajectory=row, advantage=0.0) for row in trajectories if row.num_sampled_tokens]
         plans = _plans(rows, self._settings, self._num_ranks)
         answers = await self._call_each("logprobs_of", [(_picked(rows, plan), model) for plan in plans])
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")
-        values: list[Logprobs] = [np.zeros(len(row.response_token_ids), dtype=np.float32) for row in trajectories]
-        for plan, answer in zip(plans, answers, strict=True):
-            for index, sampled in zip(chain.from_iterable(plan), answer.values, strict=True):
-                values[positions[index]][rows[index].trajectory.loss_mask] = sampled
-        return RowLogprobs(values=tuple(values), version=versions.pop())
+        dealt = (rows[index] for plan in plans for index in chain.from_iterable(plan))
+        values = chain.from_iterable(answer.values for answer in answers)
+        return RowLogprobs(values=_of_responses(trajectories, zip(dealt, values, strict=True)), version=versions.pop())
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by a published version's, on ranks that do not train."""

@@ -11,9 +11,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.algorithms.batching import Row, collate
@@ -38,7 +40,7 @@ from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprob
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_manifest, write_manifest
 from skyrl_async.training.export.staging import DeviceCopies, Staging
-from skyrl_async.training.protocol import SharedWeights
+from skyrl_async.training.protocol import LOGPROBS, SharedWeights
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
 from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
@@ -134,18 +136,20 @@ class PolicyRank:
         does, path = "trains" if settings.trains else "holds", settings.policy_path
         logger.info("rank %d of %d %s %s: %d parameters", self._rank, self._num_ranks, does, path, num_parameters)
 
-    def forward_backward(self, work: RankWork) -> dict[str, float]:
+    def forward_backward(self, work: RankWork) -> dict[str, Any]:
         """Accumulate the gradient of this rank's summed loss; returns its figures (see ``losses.token_figures``).
+
+        With ``TrainingSettings.returns_logprobs`` also ``LOGPROBS``: per row of all micro-batches, one value per sampled token.
 
         Raises:
             TrainingError: the loss is not finite on this rank or another. Every rank raises it, so that none is left waiting.
         """
         last = len(work.micro_batches) - 1
-        merged = merge_figures(
-            [self._run_micro_batch(rows, work, is_last=i == last) for i, rows in enumerate(work.micro_batches)]
-        )
+        done = [self._run_micro_batch(rows, work, is_last=i == last) for i, rows in enumerate(work.micro_batches)]
+        logprobs = [of_row for figures in done for of_row in figures.pop(LOGPROBS, ())]
+        merged = merge_figures(done)
         self._refuse_unless_finite(merged.pop(_TOTAL, 0.0), sum(map(len, work.micro_batches)), work.version)
-        return merged
+        return merged | ({LOGPROBS: logprobs} if self._settings.returns_logprobs else {})
 
     def _refuse_unless_finite(self, total: float, num_rows: int, version: int) -> None:
         """Raise on every rank if the loss is not finite on any: each can still write its rows. Collective."""
@@ -158,7 +162,7 @@ class PolicyRank:
                     f"the loss of {num:.0f} rows at version {version} is {loss} on rank {rank}. {self._trained_rows.save()}"
                 )
 
-    def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, float]:
+    def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, Any]:
         batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
         ref_logprobs = batch.ref_logprobs
         if work.runs_reference:
@@ -186,7 +190,8 @@ class PolicyRank:
         if loss.corrected is not None:
             figures |= loss.corrected.figures(lags)
         figures["entropy_sum"] = entropies.detach().double().sum().item()
-        return figures | loss.figures() | {_TOTAL: loss.total.item()}
+        returned = {LOGPROBS: _by_row(logprobs.detach(), rows)} if self._settings.returns_logprobs else {}
+        return figures | loss.figures() | {_TOTAL: loss.total.item()} | returned
 
     def step(self, denominator: float) -> dict[str, float]:
         """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``.
@@ -226,9 +231,7 @@ class PolicyRank:
             for rows in micro_batches:
                 batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
                 values = batch_logprobs(forward, batch, temperature=self._settings.temperature)
-                if rows:
-                    sizes = [row.trajectory.num_sampled_tokens for row in rows]
-                    found += [own.numpy() for own in values.cpu().split(sizes)]
+                found += _by_row(values, rows)
         return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version)
 
     def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
@@ -333,6 +336,15 @@ class PolicyRank:
         """Leave the process group, and free the copies on the device."""
         self._backend.close()
         self._copies.close()
+
+
+def _by_row(values: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
+    """Values of a micro-batch's sampled tokens, row by row."""
+    return (
+        [of_row.numpy() for of_row in values.cpu().split([row.trajectory.num_sampled_tokens for row in rows])]
+        if rows
+        else []
+    )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from skyrl_async.columns import TokenIds
 from skyrl_async.errors import (
@@ -196,7 +196,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """As ``Policy``."""
         figures = await self._timed_call(
             "forward_backward", lambda p: p.forward_backward(trajectories, advantages, version)

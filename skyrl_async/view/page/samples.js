@@ -316,7 +316,7 @@ function drawScale(mode, tokens) {
   const values = tokens.map(mode.of).filter((value) => value !== null);
   const scale = byId("scale");
   if (mode === MODES.none) scale.replaceChildren();
-  else if (!values.length) scale.replaceChildren(["gap", "ratio"].includes(browse.mode) ? "The trainer's log-probs of this sample are not recorded." : "No token has a value.");
+  else if (!values.length) scale.replaceChildren(["gap", "ratio"].includes(browse.mode) ? "No token has a value: it was not trained, or trainer.samples.keep=none." : "No token has a value.");
   else {
     const marks = mode.at || [...new Set(values)].slice(0, 12);
     scale.replaceChildren(...marks.map((value) => el("span", { style: { background: mode.color(value) } }, browse.mode === "version" ? `version ${value}` : number(value))));

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -103,6 +104,10 @@ def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs
         for run in runs
     )
     assert first == second and all(row["response_token_ids"] and row["turns"] for row in first)
+    assert all(trained["old_version"] == trained["step"] - 1 for trained in first)
+    fresh = [row for row in first if {span["version"] for span in row["policy_versions"]} == {row["old_version"]}]
+    gaps = [np.abs(np.subtract(row["old_logprobs"], row["logprobs"])).max() for row in fresh]
+    assert 0 < len(gaps) < len(first) and max(gaps) < 1e-4, "engine and trainer agree on tokens of the trained version"
     weights = [(run / "policy" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
     assert (policy_dir / "model.safetensors").read_bytes() != weights[0]

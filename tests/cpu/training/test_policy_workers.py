@@ -19,6 +19,7 @@ from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.protocol import LOGPROBS
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.logprob_workers import LogprobWorkers
 from skyrl_async.training.workers.policy_workers import PolicyWorkers, environment_of
@@ -35,6 +36,7 @@ from tests.cpu.tiny_policies import (
     export_weights,
     num_tokens,
     trajectories,
+    varied_trajectories,
     weights,
 )
 from tests.cpu.training.test_logprobs import as_lists
@@ -315,6 +317,24 @@ async def test_log_probs_and_losses_are_those_of_one_rank_and_of_workers_of_thei
     while apart.num_restarts == 0:  # Ray kills when it gets to it: a call or two may still be answered
         assert as_lists(await apart.logprobs_of(rows)) == (2, recomputed)
     await apart.close()
+
+
+@pytest.mark.parametrize("use_sample_packing", [True, False])
+async def test_what_a_step_trains_on_comes_back_with_the_log_probs_it_had(
+    settings: TrainingSettings, use_sample_packing: bool
+) -> None:
+    more = replace(settings, returns_logprobs=True, micro_batch_tokens=32, use_sample_packing=use_sample_packing)
+    policy = InProcessPolicy(more)
+    *rows, last = varied_trajectories(6, seed=1, is_multi_turn=True)
+    rows.append(replace(last, loss_mask=[False] * len(last.response_token_ids)))  # nothing of it is trained
+    before = await policy.logprobs_of(rows, POLICY)
+    found = (await policy.forward_backward(rows, advantages(6, seed=2), 0))[LOGPROBS]
+    assert_close_rows(found, before.values, tolerance=1e-6)
+    assert all(not values[~row.loss_mask].any() for row, values in zip(rows, found, strict=True))
+    await policy.step(num_tokens(rows))
+    after = (await policy.forward_backward(rows, [0.0] * 6, 1))[LOGPROBS]
+    assert_close_rows(after, (await policy.logprobs_of(rows, POLICY)).values, tolerance=1e-6)
+    await policy.close()
 
 
 async def test_a_rank_that_fails_is_named_and_one_killed_while_it_sends_leaves_the_engine_on_the_old_version(

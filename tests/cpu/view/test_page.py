@@ -185,7 +185,9 @@ def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> 
 def test_a_rewritten_history_is_a_tree_of_branches(run_dir: Path, page: Page) -> None:
     with served(run_dir) as address:
         page.goto(f"{address}#/samples?run=0&row=2")
-        expect(page.locator(".tree .tree").first).to_contain_text("branch 1: 17 tokens, leaves branch 0 at turn 2 (token 7)")
+        expect(page.locator(".tree .tree").first).to_contain_text(
+            "branch 1: 17 tokens, leaves branch 0 at turn 2 (token 7)"
+        )
         page.locator(".tree button", has_text="branch 0").first.click()
         expect(page.locator(".turn.assistant .text")).to_have_text("What is 2+2? Done")
 

@@ -126,7 +126,9 @@ def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> Non
     trace.close()
     found = run.spans(None, None)
     assert (found["last"], found["num_left_out"]) == (8.001, 1)
-    assert [span["name"] for span in found["spans"]] == ["group", "wait_for_groups", "load"], "an engine's are all there"
+    assert [span["name"] for span in found["spans"]] == ["group", "wait_for_groups", "load"], (
+        "an engine's are all there"
+    )
     assert [(wait["name"], wait["uid"]) for wait in found["waits"]] == [("wait_for_groups", "slow"), ("tiny", None)]
 
 
