@@ -2,7 +2,8 @@
 
 ``boot_s``: from the command to its address. ``open_s``: from there to the first drawn chart, in headless Chromium. ``rows_s``: from a click
 to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``viewer_mb``:
-resident memory of the viewer's process at the end.
+resident memory of the viewer's process at the end. ``record_s_per_million_tokens``: what the thread that writes the record takes, without
+decoding tokens.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ NUM_TOKENS = 200
 _GROUP = 10
 
 
-def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> None:
-    """A run of random figures and tokens, whose answers end with the number of their row."""
+def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> float:
+    """A run of random figures and tokens, whose answers end with the number of their row. Returns the seconds of writing its record."""
     random = np.random.default_rng(seed)
     run_dir.mkdir()
     names = ["reward/mean", "policy/entropy", "policy/ess", *(f"timing/part_{i}" for i in range(97))]
@@ -48,7 +49,7 @@ def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> 
             RowTurn("assistant", f"{text} {row.metrics['number']:.0f}", 8, 208),
         ]
 
-    record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
+    record, seconds = SampleRecord(run_dir / DIRECTORY, turns_of=turns), 0.0
     for step in range(1, num_steps + 1):
         for number in range((step - 1) * num_samples // num_steps, step * num_samples // num_steps, _GROUP):
             rows = tuple(
@@ -65,8 +66,11 @@ def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> 
             )
             group = Group(uid=f"p{number}", admission_index=number, scheduled_version=step - 1, trajectories=rows)
             record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=step))
+        began = time.perf_counter()
         asyncio.run(record.flush())
+        seconds += time.perf_counter() - began
     record.close()
+    return seconds
 
 
 def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
@@ -124,10 +128,16 @@ def main() -> int:
     under = conditions(seed=options.seed, tokens=NUM_TOKENS, **sizes)
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        write_run(run_dir, seed=options.seed, **sizes)
+        seconds = write_run(run_dir, seed=options.seed, **sizes)
+        per_million = seconds / (sizes["num_samples"] * NUM_TOKENS / 1e6)
         size_mb = sum(file.stat().st_size for file in run_dir.rglob("*") if file.is_file()) / 1e6
         rows = [{"round": i, **measure(run_dir, sizes["num_samples"])} for i in range(3)]
-    report("the page over a long run", {"conditions": under, "run_mb": size_mb}, rows, options.json)
+    report(
+        "the page over a long run",
+        {"conditions": under, "run_mb": size_mb, "record_s_per_million_tokens": per_million},
+        rows,
+        options.json,
+    )
     return 0
 
 
