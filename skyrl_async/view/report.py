@@ -13,6 +13,7 @@ from skyrl_async.view.server import PAGE, overview
 
 _ROWS_BYTES = 16_000_000
 """Of the texts and tokens of a run: those of the newest samples."""
+_ROWS_AT_ONCE = 200
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
@@ -54,16 +55,14 @@ def _answers(run: ViewedRun, of_run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _newest_rows(run: ViewedRun, end: int) -> dict[int, Any]:
-    """The newest rows with their texts, as many as there is room for."""
+    """The newest rows that have a text, as many as there is room for."""
     rows: dict[int, Any] = {}
     size = 0
-    for number in reversed(range(max(0, end - MAX_ROWS), end)):
-        try:
-            row = run.sample(number)
-        except LookupError:  # its figures were thinned away
-            continue
-        size += len(msgspec.json.encode(row))
-        if size > _ROWS_BYTES:
-            break
-        rows[number] = row
+    for begin in reversed(range(max(0, end - MAX_ROWS), end, _ROWS_AT_ONCE)):
+        for row in reversed(run.whole_samples(begin, min(end, begin + _ROWS_AT_ONCE))):
+            if row["turns"] is not None:
+                size += len(msgspec.json.encode(row))
+                if size > _ROWS_BYTES:
+                    return rows
+                rows[row["row"]] = row
     return rows

@@ -92,18 +92,19 @@ class ViewedRun:
         return find_samples(self.directory, words, _MAX_FOUND)
 
     def sample(self, row: int) -> dict[str, Any]:
-        """All that is known of a row; ``pieces`` are the texts of its tokens, None where they are not known.
-
-        Raises ``LookupError`` if there is none of that number.
-        """
-        rows = read_samples(self.directory, begin=row, end=row + 1).to_pylist()
+        """See ``whole_samples``. Raises ``LookupError`` if there is no row of that number."""
+        rows = self.whole_samples(row, row + 1)
         if not rows:
             raise LookupError(f"no row {row} in {self.directory / DIRECTORY}")
-        found: dict[str, Any] = rows[0]
-        found["pieces"] = None
-        if found["response_token_ids"] is not None:
-            found["pieces"] = self._pieces([*found["prompt_token_ids"], *found["response_token_ids"]])
-        return found
+        return rows[0]
+
+    def whole_samples(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """All that is known of rows; ``pieces`` are the texts of a row's tokens, None where they are not known."""
+        rows: list[dict[str, Any]] = read_samples(self.directory, begin=begin, end=end).to_pylist()
+        for row in rows:
+            has_tokens = row["response_token_ids"] is not None
+            row["pieces"] = self._pieces(row["prompt_token_ids"] + row["response_token_ids"]) if has_tokens else None
+        return rows
 
     def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
         """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.

@@ -36,7 +36,7 @@ function fromReport(what, { run = 0, begin, end, row, words } = {}) {
   if (what === "samples") return begin ? null : of.samples;
   if (what === "spans") return { ...of.spans, begin: begin ?? of.spans.begin, end: end ?? of.spans.end };
   if (what === "sample") {
-    if (!(row in of.rows)) throw new Error("The text of this sample is not in this report.");
+    if (!(row in of.rows)) throw new Error("The text of this sample is not in this report, which has the newest.");
     return of.rows[row];
   }
   const wanted = words.toLowerCase();

@@ -1,7 +1,7 @@
 // What ran when: a row per stage, engine and track of the trace on one axis; and the longest waits.
 "use strict";
 
-const ROW = 22, LEFT = 150, TOP = 24;
+const MOST_LANES = 12, ROW = 22, LEFT = 150, TOP = 24;
 const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
 
 const MEANINGS = {
@@ -104,7 +104,8 @@ function drawTime() {
   if (!time.spans) return;
   const { spans, begin, end, last, num_left_out: left } = time.spans;
   const keys = new Map();
-  for (const span of spans) if (span.track !== "generation" || span.lane <= 12) keys.set(`${span.track}\n${span.lane}`, span);
+  const lanes = Math.max(0, ...spans.map((span) => (span.track === "generation" ? span.lane : 0)));
+  for (const span of spans) if (span.track !== "generation" || span.lane <= MOST_LANES) keys.set(`${span.track}\n${span.lane}`, span);
   time.rows = [...keys.values()].sort((a, b) => place(a.track) - place(b.track) || (a.track < b.track ? -1 : a.track > b.track ? 1 : a.lane - b.lane));
   const rowOf = new Map(time.rows.map((span, row) => [`${span.track}\n${span.lane}`, row]));
   const canvas = byId("timeline"), scale = devicePixelRatio || 1;
@@ -145,7 +146,7 @@ function drawTime() {
     }
   }
   byId("time-state").textContent = spans.length
-    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${left ? ` · ${left} spans shorter than a pixel` : ""} · drag: move · ctrl or shift + wheel: zoom`
+    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${left ? ` · ${left} spans shorter than a pixel` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
 }
 
