@@ -4,7 +4,7 @@ Everything here is plain, frozen and free of torch, ray and vllm, so that any pr
 read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache, cached_property, partial
@@ -335,6 +335,16 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWork:
+    """What generating one sample took."""
+
+    seconds: float
+    """Of its last try, environment and tools included."""
+    engines: tuple[str, ...] = ()
+    """Engines that sampled it, in order of their first call; empty where unknown, such as over HTTP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The trajectories of one prompt, admitted together and trained together."""
 
@@ -349,6 +359,8 @@ class Group:
     generation_seconds: float = 0.0
     advantages: tuple[float, ...] = ()
     """One per trajectory, after the reward stage; not part of a checkpoint."""
+    work: Mapping[int, SampleWork] = field(default_factory=dict, compare=False)
+    """By index of a sample, where the generator tells; not part of a checkpoint."""
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_async.chat.turns import RowTurn
 from skyrl_async.record.ended import EndedGroup, Outcome
-from skyrl_async.types import Trajectory
+from skyrl_async.types import Group, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,6 +59,7 @@ def schema() -> "pa.Schema":
             "staleness": pa.int32(),
             "advantage": pa.float64(),
             "seconds": pa.float64(),
+            "engines": pa.list_(pa.string()),
             "is_truncated": pa.bool_(),
             "num_prompt_tokens": pa.int32(),
             "num_response_tokens": pa.int32(),
@@ -109,7 +110,6 @@ def _rows_of(ended: EndedGroup) -> Sequence[dict[str, Any]]:
         "uid": group.uid,
         "admission_index": None if is_held_out else group.admission_index,
         "scheduled_version": group.scheduled_version,
-        "seconds": group.generation_seconds,
     }
     if ended.outcome is Outcome.TRAINED:
         common["staleness"] = ended.step - 1 - group.scheduled_version
@@ -122,6 +122,7 @@ def _rows_of(ended: EndedGroup) -> Sequence[dict[str, Any]]:
         found |= {
             "outcome": outcome,
             "reason": reason,
+            **_work_of(group, sample),
             "sample": sample,
             "branch": num_branches.setdefault(sample, 0),
             "advantage": group.advantages[position] if group.advantages else None,
@@ -134,7 +135,16 @@ def _rows_of(ended: EndedGroup) -> Sequence[dict[str, Any]]:
         num_branches[sample] += 1
         rows.append(found)
     failed = common | {"outcome": Outcome.FAILED, "reason": f"{type(ended.failure).__name__}: {ended.failure}"}
-    return rows + [failed | {"sample": sample} for sample in ended.failed]
+    return rows + [failed | _work_of(group, sample) | {"sample": sample} for sample in ended.failed]
+
+
+def _work_of(group: Group, sample: int) -> dict[str, Any]:
+    """Its own seconds and engines; the group's seconds where its own are not known."""
+    work = group.work.get(sample)
+    return {
+        "seconds": group.generation_seconds if work is None else work.seconds,
+        "engines": list(work.engines) if work and work.engines else None,
+    }
 
 
 def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:

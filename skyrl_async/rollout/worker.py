@@ -33,7 +33,7 @@ from skyrl_async.rollout.group_state import (
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sampler import GenerationClient, TokenUsage, recording_tokens_to
 from skyrl_async.rollout.staleness import STALENESS_POLICIES, Admission, _AsyncStalenessManager
-from skyrl_async.runtime.progress import RolloutStatus
+from skyrl_async.runtime.progress import GroupProgress, RolloutStatus
 from skyrl_async.runtime.stages import StageBoard
 from skyrl_async.runtime.tasks import Turns
 from skyrl_async.samples import live_samples_of, samples_of
@@ -60,6 +60,7 @@ class _GroupInFlight:
     """Seconds on the loop's clock."""
     token_usage: TokenUsage = field(default_factory=TokenUsage)
     sample_states: SampleStates = field(default_factory=SampleStates)
+    progress: GroupProgress = field(default_factory=GroupProgress)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -238,7 +239,13 @@ class GenerationWorkers:
         """Activity of each group in flight, the oldest first."""
         return self._retrier.statuses()
 
-    async def generate(self, admission: Admission, prompt: Prompt, states: SampleStates | None = None) -> RolloutResult:
+    async def generate(
+        self,
+        admission: Admission,
+        prompt: Prompt,
+        states: SampleStates | None = None,
+        progress: GroupProgress | None = None,
+    ) -> RolloutResult:
         """Generate one group. Raises the error of its last try."""
         request = GroupRequest(
             prompt=prompt,
@@ -247,6 +254,7 @@ class GenerationWorkers:
             seed=random.Random(f"{self.config.trainer.seed}-{admission.index}").getrandbits(31),
             priority=admission.index,
             sample_states=states or SampleStates(),
+            progress=progress or GroupProgress(),
         )
         with self.trace.span("group", track="generation", uid=prompt.uid, version=admission.scheduled_version):
             return await self._retrier.run_rollout(request)
@@ -294,7 +302,7 @@ class GenerationWorkers:
                 await self._turns.next()
                 try:
                     with generate.processing(uid), recording_tokens_to(group.token_usage):
-                        result = await self.generate(group.admission, group.prompt, group.sample_states)
+                        result = await self.generate(group.admission, group.prompt, group.sample_states, group.progress)
                 except NoEngineError:
                     raise
                 except Exception as error:
@@ -398,4 +406,5 @@ def _ended(group: _GroupInFlight, trajectories: tuple[Trajectory, ...]) -> Group
         scheduled_version=group.admission.scheduled_version,
         trajectories=trajectories,
         generation_seconds=asyncio.get_running_loop().time() - group.started,
+        work=group.progress.work,
     )

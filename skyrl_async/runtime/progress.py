@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from skyrl_async.types import SampleWork
+
 _CURRENT_SAMPLE: ContextVar["SampleProgress | None"] = ContextVar("current_sample", default=None)
 
 
@@ -51,6 +53,9 @@ class SampleProgress:
     def __init__(self, sample_index: int) -> None:
         self.sample_index = sample_index
         self.turn: int | None = None
+        self.began = asyncio.get_running_loop().time()
+        self.engines: dict[str, None] = {}
+        """All that have sampled it, in order of their first call."""
         self.enter("generating")
 
     def enter(self, phase: str, *, turn: int | None = None) -> None:
@@ -68,6 +73,8 @@ class GroupProgress:
         self._phase = "generating"
         self._since: float | None = None
         self._samples: dict[int, SampleProgress] = {}
+        self.work: dict[int, SampleWork] = {}
+        """Of samples that have ended, by index."""
 
     @contextmanager
     def playing(self, sample_index: int) -> Iterator[SampleProgress]:
@@ -88,6 +95,8 @@ class GroupProgress:
             _CURRENT_SAMPLE.reset(token)
             if not keeps_phase:
                 self._samples.pop(sample_index, None)
+                seconds = asyncio.get_running_loop().time() - sample.began
+                self.work[sample_index] = SampleWork(seconds=seconds, engines=tuple(sample.engines))
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the whole group, and forget its samples."""
@@ -130,3 +139,4 @@ def report_engine(name: str) -> None:
     """Note the engine of the current sample, until its phase ends; no-op outside of one."""
     if (sample := _CURRENT_SAMPLE.get()) is not None:
         sample.engine = name
+        sample.engines[name] = None

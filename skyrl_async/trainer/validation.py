@@ -121,14 +121,14 @@ class Evaluator:
                 started = loop.time()
                 try:
                     rows = await self._retrier.generate(request)
-                    self._record_ended(prompt, version, rows, loop.time() - started)
+                    self._record_ended(request, version, rows, loop.time() - started)
                     return rows
                 except NoEngineError:
                     raise
                 except Exception as error:
                     logger.error("evaluation of %s failed for good: %r", prompt.uid, error)
                     failures.append((prompt, error))
-                    self._record_ended(prompt, version, (), loop.time() - started, error)
+                    self._record_ended(request, version, (), loop.time() - started, error)
                     return ()
 
         groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
@@ -142,7 +142,7 @@ class Evaluator:
 
     def _record_ended(
         self,
-        prompt: Prompt,
+        request: GroupRequest,
         version: int,
         rows: tuple[Trajectory, ...],
         seconds: float,
@@ -150,11 +150,12 @@ class Evaluator:
     ) -> None:
         """Record the samples of a prompt; with a ``failure`` none of them was finished."""
         group = Group(
-            uid=prompt.uid,
+            uid=request.prompt.uid,
             admission_index=-1,
             scheduled_version=version,
             trajectories=rows,
             generation_seconds=seconds,
+            work=request.progress.work,
         )
         self._record.add(
             EndedGroup(

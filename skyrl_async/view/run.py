@@ -79,11 +79,14 @@ class ViewedRun:
 
     def samples(self, begin: int) -> dict[str, Any]:
         """The figures of rows from ``begin`` on by column, of the first ``MAX_ROWS`` of them."""
-        table = read_samples(self.directory, [*_FIGURES, "policy_versions"], begin=begin, end=begin + MAX_ROWS)
+        table = read_samples(
+            self.directory, [*_FIGURES, "engines", "policy_versions"], begin=begin, end=begin + MAX_ROWS
+        )
         columns: dict[str, Any] = {name: table[name].to_pylist() for name in _FIGURES if name not in _CODED}
         for name in _CODED:
             coded = table[name].combine_chunks().dictionary_encode()
             columns[name] = {"texts": coded.dictionary.to_pylist(), "codes": coded.indices.to_pylist()}
+        columns["engines"] = [engines and ", ".join(engines) for engines in table["engines"].to_pylist()]
         columns["first_version"], columns["last_version"] = _version_range(table["policy_versions"].combine_chunks())
         return columns
 

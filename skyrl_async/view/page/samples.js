@@ -227,7 +227,7 @@ function figuresOf(sample) {
   const figures = {
     sample: sample.branch ? `${sample.sample}, branch ${sample.branch}` : sample.sample, step: sample.step, reward: sample.reward, "shaped reward": sample.shaped_reward,
     advantage: sample.advantage, staleness: sample.staleness, versions: versionsOf(sample) || null, tokens: sample.num_sampled_tokens,
-    aborts: sample.num_aborts || null, seconds: sample.seconds,
+    aborts: sample.num_aborts || null, seconds: sample.seconds, engine: sample.engines,
   };
   return el("div", {},
     el("div", { className: "figures" }, el("span", { className: `pill ${sample.outcome}` }, sample.outcome), sample.is_truncated ? el("span", { className: "pill" }, "truncated") : null,

@@ -25,7 +25,7 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.types import ENVIRONMENT_VERSION, Group, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Group, SampleWork, Trajectory
 
 
 def row(num_tokens: int = 3, **fields: Any) -> Trajectory:
@@ -64,6 +64,14 @@ def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew
     assert found["ref_logprobs"] == [-1.0, 0.0, -2.0] and found["old_logprobs"] == [-0.5, 0.0, -0.25]
     assert [span["version"] for span in found["policy_versions"]] == [1, ENVIRONMENT_VERSION, 1]
     assert (found["outcome"], found["reason"], found["row"], found["branch"]) == ("trained", None, 0, 0)
+
+
+def test_a_sample_has_its_own_seconds_and_engines_where_they_are_known(tmp_path: Path) -> None:
+    work = {0: SampleWork(seconds=2.5, engines=("engine-1", "engine-0")), 2: SampleWork(seconds=1.0)}
+    group = replace(ended("a", 3).group, trajectories=(row(), row()), generation_seconds=9.0, work=work)
+    rows = written(tmp_path, EndedGroup(group=group, outcome=Outcome.FAILED, step=3, failed=[2], failure=OSError()))
+    found = [(row["sample"], row["seconds"], row["engines"]) for row in rows]
+    assert found == [(0, 2.5, ["engine-1", "engine-0"]), (1, 9.0, None), (2, 1.0, None)]
 
 
 def test_what_was_not_trained_says_why(tmp_path: Path) -> None:

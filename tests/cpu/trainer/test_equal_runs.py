@@ -104,6 +104,7 @@ def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs
         for run in runs
     )
     assert first == second and all(row["response_token_ids"] and row["turns"] for row in first)
+    assert all(row["engines"] for row in first)
     assert all(trained["old_version"] == trained["step"] - 1 for trained in first)
     fresh = [row for row in first if {span["version"] for span in row["policy_versions"]} == {row["old_version"]}]
     gaps = [np.abs(np.subtract(row["old_logprobs"], row["logprobs"])).max() for row in fresh]
