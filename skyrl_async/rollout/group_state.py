@@ -186,12 +186,12 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """JSON of a finished group, without advantages, marks and reference log-probs, which a resumed run computes again.
+    """JSON of a finished group, without what it took, and without advantages, marks and reference log-probs, which are computed again.
 
     Old log-probs are kept with their version: a resumed run no longer has the policy of that version.
     """
     found, rows = fields_of(group), list(map(row_to_json, group.trajectories))
-    del found["advantages"]
+    del found["advantages"], found["work"]
     for row in rows:
         del row["ref_logprobs"], row["marks"]
     return {**found, "trajectories": rows}
