@@ -163,17 +163,19 @@ async def generate_with_retries(engine: VLLMEngine, request: EngineRequest) -> l
 
 
 async def wait_for_blocks(engine: VLLMEngine | RayEngine, num_blocks: int, *, num_others: int = 0) -> None:
-    """Until ``num_others`` requests have arrived, and then one of its own has been given so many blocks: the others sampled, too.
+    """Until a request of its own has been given so many blocks since ``num_others`` others arrived, and they sampled too.
 
     Only in an engine of this process do requests arrive in the order in which they were sent.
     """
-    while num_others and (await engine.statistics())["num_requests"] < num_others:
-        continue
     async with contextlib.aclosing(engine.stream(make_request("metronome", max_tokens=500))) as blocks:
         async for _ in blocks:
+            if num_others and (await engine.statistics())["num_requests"] <= num_others:
+                continue
+            num_others = 0
             num_blocks -= 1
             if num_blocks == 0:
                 return
+    raise AssertionError("the metronome ended before the others arrived")
 
 
 def follow(prompt: Sequence[int] | TokenIds, output: EngineOutput) -> TokenIds:

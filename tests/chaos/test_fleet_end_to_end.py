@@ -66,11 +66,13 @@ class Running:
         return [task.result().token_ids.tolist() for task in played]
 
     async def until_answering(self, engine: RayEngine) -> None:
-        """Return in the midst of the answers: as soon as ``engine`` has its half of the requests, and they sample.
+        """Return in the midst of the answers: all of their requests were sent, and ``engine`` has sampled since.
 
-        Waiting for more takes a busy machine longer than the answers take.
+        It waits for one block only: on a busy machine the wait for eight took longer than the answers.
         """
-        await wait_for_blocks(engine, 1, num_others=len(PROMPTS))
+        while self.client.statistics()["running_requests"] < 2 * len(PROMPTS):
+            await wait_for_blocks(engine, 1)
+        await wait_for_blocks(engine, 1)
 
     async def until_serving(self, name: str) -> RayEngine:
         async with asyncio.timeout(300):
