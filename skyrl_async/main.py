@@ -43,6 +43,7 @@ from skyrl_async.metrics.tracker import (
     Tracker,
     evaluated_steps,
     free_path,
+    replace_file,
 )
 from skyrl_async.record.files import DIRECTORY as SAMPLES
 from skyrl_async.record.files import TOKENIZER
@@ -277,7 +278,7 @@ class _Run:
 
         samples, run_dir = self.config.trainer.samples, self.run_dir
         if parts.renderer and not (run_dir / TOKENIZER).exists():
-            parts.renderer.tokenizer.backend_tokenizer.save(str(run_dir / TOKENIZER), pretty=False)
+            replace_file(run_dir / TOKENIZER, parts.renderer.tokenizer.backend_tokenizer.to_str())
         record = SampleRecord(
             free_path(run_dir / f"evaluation_{SAMPLES}") if self.config.trainer.eval_only else run_dir / SAMPLES,
             turns_of=TurnSplitter(parts.renderer).turns if parts.renderer else None,
