@@ -198,7 +198,7 @@ async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_tha
         kept = group.create_task(engine_0.generate(penalised))
         beside = group.create_task(engine_0.generate(plain))
         for _ in range(3):
-            await wait_for_blocks(engine_0, 2)
+            await wait_for_blocks(engine_0, 1)
             assert not kept.done()
             await engine_0.pause(PauseMode.ABORT)
             await engine_0.resume()

@@ -1,0 +1,1 @@
+"""Says where the log-probs of engine and trainer part, and what explains it, from what a run has recorded."""
