@@ -1,0 +1,308 @@
+"""What a gap between recorded log-probs and a model's could come from: each idea predicts the log-probs, and the tokens judge it.
+
+With g the recorded log-probs minus the model's, and d the predicted ones minus the model's, an idea explains the share
+1 - sum (g - d)^2 / sum g^2 of the gap: 1 if it predicts every token, 0 or less if it predicts none. Of an idea about older weights the
+part c of d that fits best, c = sum g d / sum d^2 in [0, 1], is taken, since the very version may be gone.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_async.doctor.rows import Tokens
+from skyrl_async.doctor.scoring import HEAD, Scorer
+from skyrl_async.types import SamplingParams
+
+Values = NDArray[np.float64]
+ENOUGH = 0.5
+"""Share of a gap from which on an idea is named."""
+_CLEAR = 0.95
+"""Share after which dearer ideas are not tried."""
+_TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Relative to the configured one."""
+_TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_TOP_K = (2, 5, 10, 20, 40, 50, 100)
+_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+_MAX_EDITED_ROWS, _MAX_EDITED_TOKENS = 8, 4096
+_MAX_BACK = 4
+_MAX_INSERTED = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Idea:
+    """One thing that may be wrong."""
+
+    kind: str
+    sentence: str
+    predicted: Values
+    """(N,) log-probs if it were so; nan for tokens of which it says nothing."""
+    is_direction: bool = False
+    """Whether a part of the difference may fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """An idea as the tokens judge it."""
+
+    kind: str
+    sentence: str
+    explained: float
+    """Share of the gap, at most 1."""
+
+
+def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
+    """Judge an idea by tokens: (N,) recorded log-probs, and those of the model."""
+    known = ~np.isnan(idea.predicted)
+    gap, change = (recorded - model)[known], (idea.predicted - model)[known]
+    total = float(gap @ gap)
+    if total == 0 or not np.isfinite(change).all():
+        return Explanation(idea.kind, idea.sentence, 0.0)
+    part = float(np.clip(gap @ change / max(float(change @ change), 1e-30), 0, 1)) if idea.is_direction else 1.0
+    left = gap - part * change
+    return Explanation(idea.kind, idea.sentence, 1 - float(left @ left) / total)
+
+
+def best_explanation(ideas: Sequence[Iterator[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]) -> Explanation | None:
+    """The idea that explains most of the gap of the tokens taken, if it is enough; families of ideas are tried in order."""
+    best: Explanation | None = None
+    for family in ideas:
+        for idea in family:
+            found = judged(replace(idea, predicted=idea.predicted[taken]), recorded[taken], model[taken])
+            if best is None or found.explained > best.explained:
+                best = found
+        if best is not None and best.explained >= _CLEAR:
+            break
+    return best if best is not None and best.explained >= ENOUGH else None
+
+
+class Ideas:
+    """Makes ideas about tokens.
+
+    Args:
+        tokens: examined.
+        scorers: one per version.
+        sampling: as configured.
+        model: (N,) log-probs under each token's own version.
+        text_of: the text of a token.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        scorers: dict[int, Scorer],
+        sampling: SamplingParams,
+        model: Values,
+        text_of: Callable[[int], str],
+    ) -> None:
+        self._tokens = tokens
+        self._scorers = scorers
+        self._sampling = sampling
+        self._model = model
+        self._text_of = text_of
+
+    def families(self) -> list[Iterator[Idea]]:
+        """Ideas, the cheap ones first."""
+        return [self._shifts(), self._samplings(), self._weights(), self._templates()]
+
+    def _shifts(self) -> Iterator[Idea]:
+        """The log-probs of a row stand one token early or late."""
+        for by, where in ((1, "of the token after it"), (-1, "of the token before it")):
+            parts = [_shifted(values, by) for values in self._tokens.by_row(self._model)]
+            sentence = f"each recorded log-prob is that {where}: a column or the loss mask is shifted by one token"
+            yield Idea("shifted mask", sentence, np.concatenate(parts))
+
+    def _samplings(self) -> Iterator[Idea]:
+        configured = self._sampling
+        plain = replace(configured, top_p=1.0, top_k=0, min_p=0.0)
+        relative = [configured.temperature * factor for factor in _TEMPERATURES]
+        temperatures = sorted({1.0, *relative} - {configured.temperature})
+        others = [replace(plain, temperature=t) for t in temperatures]
+        others += [replace(plain, top_p=p) for p in dict.fromkeys((configured.top_p, *_TOP_P)) if p < 1]
+        others += [replace(plain, top_k=k) for k in dict.fromkeys((configured.top_k, *_TOP_K)) if k > 0]
+        others += [replace(plain, min_p=p) for p in dict.fromkeys((configured.min_p, *_MIN_P)) if p > 0]
+        ideas = list(self._sampled_with(others))
+        yield from ideas
+        # Between the best temperature and its neighbours, twice.
+        of_temperature = dict(zip(temperatures, ideas, strict=False)) | {
+            configured.temperature: Idea("", "", self._model)
+        }
+        for _ in range(2):
+            errors = {t: self._error(idea) for t, idea in of_temperature.items()}
+            best = min(errors, key=lambda t: errors[t])
+            ordered = sorted(errors)
+            at = ordered.index(best)
+            low, high = ordered[max(0, at - 1)], ordered[min(len(ordered) - 1, at + 1)]
+            between = [float(t) for t in np.linspace(low, high, 9)[1:-1] if t not in of_temperature]
+            found = list(self._sampled_with([replace(plain, temperature=t) for t in between]))
+            of_temperature |= dict(zip(between, found, strict=True))
+            yield from found
+
+    def _error(self, idea: Idea) -> float:
+        return float(np.square(self._tokens.recorded - idea.predicted)[self._tokens.is_examined].sum())
+
+    def _sampled_with(self, samplings: Sequence[SamplingParams]) -> Iterator[Idea]:
+        for sampling, predicted in zip(samplings, self._scored(samplings), strict=True):
+            yield Idea(*_about(sampling, self._sampling), predicted)
+
+    def _weights(self) -> Iterator[Idea]:
+        """Other weights than those of the version that is recorded, or parts of them."""
+        first = next(iter(self._scorers.values()))
+        if not first.has_tied_head:
+            sentence = "the engine's output head is its input embeddings, and the trainer's has weights of its own"
+            yield Idea("tied head", sentence, self._changed(lambda v: self._scorers[v].with_tied_head()))
+        for stale in self._scorers:
+            others = [version for version in self._scorers if version != stale]
+            if not others:
+                continue
+            swapped = self._scored([self._sampling], weights=dict.fromkeys(self._scorers, stale))[0]
+            swapped[self._tokens.version == stale] = self._model[self._tokens.version == stale]
+            about = f"tokens that are recorded as of version {_listed(others)} were sampled"
+            yield Idea("stale version", f"{about} with weights of version {stale}, or of one on the way there", swapped, True)
+            for part in first.parts:
+                predicted = self._changed(lambda v, part=part, stale=stale: self._scorers[v].with_part(part, self._scorers[stale]))
+                kind = "tied head" if part == HEAD and first.has_tied_head else "stale weights"
+                why = ": a tied head that was not updated with the embeddings" if kind == "tied head" else ""
+                yield Idea(kind, f"{part} of the engine has the weights of version {stale}{why}", predicted, True)
+
+    def _changed(self, change: Callable[[int], AbstractContextManager[None]]) -> Values:
+        return self._scored([self._sampling], change=change)[0]
+
+    def _templates(self) -> Iterator[Idea]:
+        """The engine read one token more, or one less, than was recorded: at each place where sampling began, or at the beginning."""
+        rows = sorted(range(len(self._tokens.rows)), key=lambda i: len(self._tokens.rows[i].ids))[:_MAX_EDITED_ROWS]
+        while len(rows) > 1 and sum(len(self._tokens.rows[i].ids) for i in rows) > _MAX_EDITED_TOKENS:
+            rows.pop()
+        begins = {i: _begins(self._tokens.rows[i].places) for i in rows}
+        before: dict[int, int] = {}
+        for i in rows:
+            ids = self._tokens.rows[i].ids
+            for token in [*ids[:1], *(ids[p] for begin in begins[i] for p in range(max(0, begin - 8), begin))]:
+                before[int(token)] = before.get(int(token), 0) + 1
+        likely = sorted(before, key=lambda token: -before[token])[:_MAX_INSERTED]
+        first = {i: [0] for i in rows}
+        for back in range(_MAX_BACK):
+            where = "right before each sampled text" if not back else f"{back} tokens before each sampled text"
+            at = {i: [begin - back for begin in begins[i]] for i in rows}
+            yield self._edited(at, None, f"the engine did not read the token {where} ({self._named(at)}) that is recorded", back=1)
+            for token in likely:
+                yield self._edited(at, token, f"the engine read {self._text(token)} {where}, which is not recorded")
+        yield self._edited(first, None, f"the engine did not read the first token ({self._named(first, 0)}) that is recorded")
+        for token in likely:
+            yield self._edited(first, token, f"the engine read {self._text(token)} at the beginning, which is not recorded")
+
+    def _named(self, at: dict[int, list[int]], back: int = 1) -> str:
+        found = {int(self._tokens.rows[i].ids[places[0] - back]) for i, places in at.items() if places and places[0] >= back}
+        return " or ".join(self._text(token) for token in sorted(found)[:3])
+
+    def _text(self, token: int) -> str:
+        return f"{self._text_of(token)!r} (token {token})"
+
+    def _edited(self, at: dict[int, list[int]], token: int | None, sentence: str, back: int = 0) -> Idea:
+        """``token`` before each place; None: the token ``back`` places before is left out."""
+        predicted = self._tokens.by_row(np.full(len(self._tokens.row), np.nan))
+        for i, own in at.items():
+            row = self._tokens.rows[i]
+            ids, places = row.ids, row.places
+            cut = [place - back for place in own if place >= back]
+            moved = np.array([sum(place <= p for place in cut) for p in places])
+            edited = np.delete(ids, cut) if token is None else np.insert(ids, cut, token)
+            places = places - moved if token is None else places + moved
+            if not len(places) or places[0] < 1:
+                continue
+            predicted[i] = self._row_scored(i, edited, places, [self._sampling], {})[0]
+        return Idea("template token", sentence, np.concatenate(predicted))
+
+    def _scored(
+        self,
+        samplings: Sequence[SamplingParams],
+        *,
+        weights: dict[int, int] | None = None,
+        change: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
+    ) -> Values:
+        return scores(self._tokens, self._scorers, samplings, weights=weights or {}, change=change)
+
+    def _row_scored(
+        self, i: int, ids: NDArray[np.int32], places: NDArray[np.int64], samplings: Sequence[SamplingParams], weights: dict[int, int]
+    ) -> Values:
+        return row_scores(self._tokens.version[self._tokens.row == i], self._scorers, ids, places, samplings, weights)
+
+
+def scores(
+    tokens: Tokens,
+    scorers: dict[int, Scorer],
+    samplings: Sequence[SamplingParams],
+    *,
+    weights: dict[int, int] | None = None,
+    change: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
+) -> Values:
+    """(S, N) log-probs of all tokens, each under its own version or the one that ``weights`` gives for it; nan where it has no weights.
+
+    ``change`` changes the scorer of a version meanwhile.
+    """
+    found = np.full((len(samplings), len(tokens.row)), np.nan)
+    starts = np.searchsorted(tokens.row, np.arange(len(tokens.rows) + 1))
+    for version, scorer in scorers.items():
+        used = scorers[(weights or {}).get(version, version)]
+        with change(version):
+            for i, row in enumerate(tokens.rows):
+                own = np.arange(starts[i], starts[i + 1])[tokens.version[starts[i] : starts[i + 1]] == version]
+                if len(own):
+                    found[:, own] = (scorer if used is scorer else used).logprobs(row.ids, row.places[own - starts[i]], samplings)
+    return found
+
+
+def row_scores(
+    versions: NDArray[np.int32],
+    scorers: dict[int, Scorer],
+    ids: NDArray[np.int32],
+    places: NDArray[np.int64],
+    samplings: Sequence[SamplingParams],
+    weights: dict[int, int],
+) -> Values:
+    """(S, N) log-probs of one row's tokens, as ``scores``."""
+    found = np.full((len(samplings), len(places)), np.nan)
+    for version in scorers.keys() & set(versions.tolist()):
+        own = versions == version
+        found[:, own] = scorers[weights.get(version, version)].logprobs(ids, places[own], samplings)
+    return found
+
+
+def _shifted(values: Values, by: int) -> Values:
+    found = np.full(len(values), np.nan)
+    if by > 0:
+        found[:-by] = values[by:]
+    else:
+        found[-by:] = values[:by]
+    return found
+
+
+def _begins(places: NDArray[np.int64]) -> list[int]:
+    """Where sampling began: the prompt's end, and the end of each observation."""
+    return [int(p) for i, p in enumerate(places) if i == 0 or places[i - 1] != p - 1]
+
+
+def _about(sampling: SamplingParams, configured: SamplingParams) -> tuple[str, str]:
+    if sampling.temperature != configured.temperature:
+        said = f"temperature {sampling.temperature:.3g}, and generator.sampling.temperature is {configured.temperature:g}"
+        return "temperature", f"the engine sampled at {said}"
+    for name in ("top_p", "top_k", "min_p"):
+        value = getattr(sampling, name)
+        if value != getattr(SamplingParams(max_tokens=1), name):
+            own = getattr(configured, name)
+            known = "as configured" if own == value else f"and generator.sampling.{name} is {own:g}"
+            said = f"{name} {value:g} was in force, {known}: log-probs are those of the tokens that it leaves"
+            return name, said
+    raise ValueError("no difference")
+
+
+def _listed(versions: Sequence[int]) -> str:
+    return ", ".join(map(str, versions))
+
+
+def mean_ratio_change(gap: Values) -> float:
+    """Mean of |exp(-g) - 1|: how far the gap alone moves importance ratios from 1."""
+    return float(np.abs(np.expm1(-gap)).mean()) if len(gap) else math.nan
