@@ -66,7 +66,9 @@ def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
     return Explanation(idea.kind, idea.sentence, 1 - float(left @ left) / total)
 
 
-def best_explanation(ideas: Sequence[Iterator[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]) -> Explanation | None:
+def best_explanation(
+    ideas: Sequence[Iterator[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]
+) -> Explanation | None:
     """The idea that explains most of the gap of the tokens taken, if it is enough; families of ideas are tried in order."""
     best: Explanation | None = None
     for family in ideas:
@@ -161,9 +163,13 @@ class Ideas:
             swapped = self._scored([self._sampling], weights=dict.fromkeys(self._scorers, stale))[0]
             swapped[self._tokens.version == stale] = self._model[self._tokens.version == stale]
             about = f"tokens that are recorded as of version {_listed(others)} were sampled"
-            yield Idea("stale version", f"{about} with weights of version {stale}, or of one on the way there", swapped, True)
+            yield Idea(
+                "stale version", f"{about} with weights of version {stale}, or of one on the way there", swapped, True
+            )
             for part in first.parts:
-                predicted = self._changed(lambda v, part=part, stale=stale: self._scorers[v].with_part(part, self._scorers[stale]))
+                predicted = self._changed(
+                    lambda v, part=part, stale=stale: self._scorers[v].with_part(part, self._scorers[stale])
+                )
                 kind = "tied head" if part == HEAD and first.has_tied_head else "stale weights"
                 why = ": a tied head that was not updated with the embeddings" if kind == "tied head" else ""
                 yield Idea(kind, f"{part} of the engine has the weights of version {stale}{why}", predicted, True)
@@ -187,15 +193,23 @@ class Ideas:
         for back in range(_MAX_BACK):
             where = "right before each sampled text" if not back else f"{back} tokens before each sampled text"
             at = {i: [begin - back for begin in begins[i]] for i in rows}
-            yield self._edited(at, None, f"the engine did not read the token {where} ({self._named(at)}) that is recorded", back=1)
+            yield self._edited(
+                at, None, f"the engine did not read the token {where} ({self._named(at)}) that is recorded", back=1
+            )
             for token in likely:
                 yield self._edited(at, token, f"the engine read {self._text(token)} {where}, which is not recorded")
-        yield self._edited(first, None, f"the engine did not read the first token ({self._named(first, 0)}) that is recorded")
+        yield self._edited(
+            first, None, f"the engine did not read the first token ({self._named(first, 0)}) that is recorded"
+        )
         for token in likely:
-            yield self._edited(first, token, f"the engine read {self._text(token)} at the beginning, which is not recorded")
+            yield self._edited(
+                first, token, f"the engine read {self._text(token)} at the beginning, which is not recorded"
+            )
 
     def _named(self, at: dict[int, list[int]], back: int = 1) -> str:
-        found = {int(self._tokens.rows[i].ids[places[0] - back]) for i, places in at.items() if places and places[0] >= back}
+        found = {
+            int(self._tokens.rows[i].ids[places[0] - back]) for i, places in at.items() if places and places[0] >= back
+        }
         return " or ".join(self._text(token) for token in sorted(found)[:3])
 
     def _text(self, token: int) -> str:
@@ -226,7 +240,12 @@ class Ideas:
         return scores(self._tokens, self._scorers, samplings, weights=weights or {}, change=change)
 
     def _row_scored(
-        self, i: int, ids: NDArray[np.int32], places: NDArray[np.int64], samplings: Sequence[SamplingParams], weights: dict[int, int]
+        self,
+        i: int,
+        ids: NDArray[np.int32],
+        places: NDArray[np.int64],
+        samplings: Sequence[SamplingParams],
+        weights: dict[int, int],
     ) -> Values:
         return row_scores(self._tokens.version[self._tokens.row == i], self._scorers, ids, places, samplings, weights)
 
@@ -251,7 +270,9 @@ def scores(
             for i, row in enumerate(tokens.rows):
                 own = np.arange(starts[i], starts[i + 1])[tokens.version[starts[i] : starts[i + 1]] == version]
                 if len(own):
-                    found[:, own] = (scorer if used is scorer else used).logprobs(row.ids, row.places[own - starts[i]], samplings)
+                    found[:, own] = (scorer if used is scorer else used).logprobs(
+                        row.ids, row.places[own - starts[i]], samplings
+                    )
     return found
 
 
@@ -287,7 +308,9 @@ def _begins(places: NDArray[np.int64]) -> list[int]:
 
 def _about(sampling: SamplingParams, configured: SamplingParams) -> tuple[str, str]:
     if sampling.temperature != configured.temperature:
-        said = f"temperature {sampling.temperature:.3g}, and generator.sampling.temperature is {configured.temperature:g}"
+        said = (
+            f"temperature {sampling.temperature:.3g}, and generator.sampling.temperature is {configured.temperature:g}"
+        )
         return "temperature", f"the engine sampled at {said}"
     for name in ("top_p", "top_k", "min_p"):
         value = getattr(sampling, name)

@@ -78,7 +78,9 @@ class Tokens:
             for (row, mask), count in zip(pairs, counts, strict=True)
         ]
         trained = [
-            -1 if row.trajectory.old_logprobs is None or row.trajectory.old_version is None else row.trajectory.old_version
+            -1
+            if row.trajectory.old_logprobs is None or row.trajectory.old_version is None
+            else row.trajectory.old_version
             for row in rows
         ]
         return cls(
@@ -119,7 +121,9 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
         for version in of_row & set(versions):
             kept.setdefault((version, _engine(found["engines"])), []).append(found["row"])
     # One of each kind in turn, from the newest on.
-    in_turn = [n for turn in zip_longest(*(reversed(of_kind) for of_kind in kept.values())) for n in turn if n is not None]
+    in_turn = [
+        n for turn in zip_longest(*(reversed(of_kind) for of_kind in kept.values())) for n in turn if n is not None
+    ]
     chosen = list(dict.fromkeys(in_turn))
     rows: list[Row] = []
     for number in chosen:
@@ -131,8 +135,8 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
     if not rows:
         raise ConfigError(
             f"{run_dir / DIRECTORY} has no trained row of a policy version whose weights are there: it has tokens of "
-            f"{_listed(seen)}, and weights of {_listed(versions)}; keep checkpoints with trainer.ckpt_interval, and texts with "
-            "trainer.samples.keep"
+            f"{_listed(seen)}, and weights of {_listed(versions)}; keep checkpoints with trainer.checkpoint_interval_steps, and texts "
+            "with trainer.samples.keep"
         )
     return sorted(rows, key=lambda row: row.number)
 

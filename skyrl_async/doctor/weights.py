@@ -1,10 +1,9 @@
 """The policy versions whose weights a run still has: those it began with, and its checkpoints.
 
-    version 0     policy.path, or the tiny policy that its configuration makes
-    version N     checkpoints/global_step_N, or the export in policy/ after the last step
+version 0     policy.path, or the tiny policy that its configuration makes
+version N     checkpoints/global_step_N, or the export in policy/ after the last step
 """
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,17 +69,16 @@ class RunWeights:
         directory = self._work_dir / f"version_{version}"
         if not directory.exists():
             settings = training_settings(self._config, await self.initial(), num_steps=1)
-            settings = replace(settings, deepspeed=None, serve_dtype="float32", has_reference=False, shares_weights=False)
+            settings = replace(
+                settings, deepspeed=None, serve_dtype="float32", has_reference=False, shares_weights=False
+            )
             policy = InProcessPolicy(settings)
-            async with contextlib.aclosing(_Closing(policy)):
+            try:
                 await policy.load(found)
                 await policy.export_hf(directory)
+            finally:
+                await policy.close()
         return directory
-
-
-class _Closing:
-    def __init__(self, policy: InProcessPolicy) -> None:
-        self.aclose = policy.close
 
 
 def _exported(run_dir: Path) -> dict[int, Path]:

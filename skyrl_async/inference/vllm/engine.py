@@ -17,6 +17,9 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
+
+from skyrl_async.columns import Logprobs, TokenIds, column
 from skyrl_async.errors import (
     EngineDeadError,
     EngineStartError,
@@ -33,7 +36,7 @@ from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_kill
 from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.runtime.tasks import Changes, run_together
-from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -303,7 +306,9 @@ class VLLMEngine:
         """``InferenceEngine.close``."""
         self._kill("closed")
 
-    async def _run(self, request: EngineRequest, *, streams: bool) -> "AsyncGenerator[RequestOutput, None]":
+    async def _run(
+        self, request: EngineRequest, *, streams: bool, scores_prompt: bool = False
+    ) -> "AsyncGenerator[RequestOutput, None]":
         """Yield vLLM's outputs of one request, and raise its errors as ours."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
@@ -329,6 +334,7 @@ class VLLMEngine:
                 stop_token_ids=self._stop_token_ids,
                 stream_interval=self._config.stream_interval,
             )
+            params.prompt_logprobs = 0 if scores_prompt else None
             lora = None if self._adapter is None else self._adapter.lora_request
             calls = self._llm.generate(prompt, params, request.request_id, lora_request=lora, priority=request.priority)
             async with contextlib.aclosing(calls) as outputs:
@@ -344,6 +350,18 @@ class VLLMEngine:
         finally:
             self._requests.pop(request.request_id, None)
             self._changes.notify()
+
+    async def prompt_logprobs(self, request_id: str, token_ids: TokenIds) -> Logprobs:
+        """(T - 1,) log-prob in nats of each token after the first, computed as a prompt, at temperature 1 and without truncation.
+
+        Raises as ``generate``.
+        """
+        sampling = SamplingParams(max_tokens=1)
+        request = EngineRequest(request_id=request_id, prompt_token_ids=token_ids, sampling=sampling)
+        async for output in self._run(request, streams=False, scores_prompt=True):
+            found = output.prompt_logprobs or ()
+        pairs = zip(token_ids.tolist()[1:], found[1:], strict=True)
+        return column([position[token].logprob for token, position in pairs], np.float32)
 
     def _request_state(self, request_id: str) -> Any:
         """The frontend's record of a running request. Only a request's last output has its tokens' versions."""
