@@ -6,9 +6,11 @@ part c of d that fits best, c = sum g d / sum d^2 in [0, 1], is taken, since the
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from skyrl_async.doctor.rows import Tokens
 from skyrl_async.doctor.scoring import HEAD, Scorer
 from skyrl_async.types import SamplingParams
 
-Values = NDArray[np.float64]
+Values: TypeAlias = NDArray[np.float64]
 ENOUGH = 0.5
 """Share of a gap from which on an idea is named."""
 _CLEAR = 0.95
@@ -29,6 +31,7 @@ _TOP_K = (2, 5, 10, 20, 40, 50, 100)
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 _MAX_EDITED_ROWS, _MAX_EDITED_TOKENS = 8, 4096
 _MAX_BACK = 4
+_NEAR = 8
 _MAX_INSERTED = 32
 
 
@@ -183,12 +186,7 @@ class Ideas:
         while len(rows) > 1 and sum(len(self._tokens.rows[i].ids) for i in rows) > _MAX_EDITED_TOKENS:
             rows.pop()
         begins = {i: _begins(self._tokens.rows[i].places) for i in rows}
-        before: dict[int, int] = {}
-        for i in rows:
-            ids = self._tokens.rows[i].ids
-            for token in [*ids[:1], *(ids[p] for begin in begins[i] for p in range(max(0, begin - 8), begin))]:
-                before[int(token)] = before.get(int(token), 0) + 1
-        likely = sorted(before, key=lambda token: -before[token])[:_MAX_INSERTED]
+        likely = [token for token, _ in self._read(begins).most_common(_MAX_INSERTED)]
         first = {i: [0] for i in rows}
         for back in range(_MAX_BACK):
             where = "right before each sampled text" if not back else f"{back} tokens before each sampled text"
@@ -201,10 +199,20 @@ class Ideas:
         yield self._edited(
             first, None, f"the engine did not read the first token ({self._named(first, 0)}) that is recorded"
         )
-        for token in likely:
-            yield self._edited(
-                first, token, f"the engine read {self._text(token)} at the beginning, which is not recorded"
-            )
+        for where, place in (("at the beginning", 0), ("after the first token", 1)):
+            for token in likely:
+                sentence = f"the engine read {self._text(token)} {where}, which is not recorded"
+                yield self._edited({i: [place] for i in rows}, token, sentence)
+
+    def _read(self, begins: dict[int, list[int]]) -> Counter[int]:
+        """Tokens that were not sampled, by number; those shortly before a place where sampling began come first."""
+        found: Counter[int] = Counter()
+        for i, own in begins.items():
+            ids, places = self._tokens.rows[i].ids, self._tokens.rows[i].places
+            found.update(np.delete(ids, places).tolist())
+            for begin in own:
+                found.update(dict.fromkeys(ids[max(0, begin - _NEAR) : begin].tolist(), len(ids)))
+        return found
 
     def _named(self, at: dict[int, list[int]], back: int = 1) -> str:
         found = {

@@ -48,6 +48,7 @@ ALLOWED = {
     "torch": (
         "skyrl_async/algorithms/*.py",
         "skyrl_async/config/rules/devices.py",
+        "skyrl_async/doctor/scoring.py",
         "skyrl_async/inference/*.py",
         "skyrl_async/tasks/*.py",
         "skyrl_async/training/*.py",

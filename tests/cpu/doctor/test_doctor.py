@@ -1,0 +1,280 @@
+"""A run whose engine was faulty in one way is told so; the engines are real, and the fault is in what they are given."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_async.columns import VersionSpans
+from skyrl_async.config.load import from_overrides, to_yaml
+from skyrl_async.doctor.__main__ import main, report
+from skyrl_async.doctor.examination import Examination, examine
+from skyrl_async.inference.engines.deterministic import DeterministicEngine
+from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
+from skyrl_async.record.ended import EndedGroup, Outcome
+from skyrl_async.record.files import DIRECTORY, file_of, write
+from skyrl_async.record.table import table_of
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.types import Group, SampleWork, Trajectory
+from tests.engine_checks import make_policy, make_request
+
+pytestmark = pytest.mark.slow
+
+TRAINED = 2
+BEGIN, NEWLINE, ROLE = 2, 9, 10
+PROMPTS = [[BEGIN, ROLE, NEWLINE, *range(20 + i, 24 + 2 * i), NEWLINE, ROLE, NEWLINE] for i in range(6)]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Version -> its policy, whose head is tied."""
+    first = make_policy(tmp_path_factory.mktemp("first"), seed=0, is_tied=True)
+    train_tokenizer(["a text of some words"]).save_pretrained(first)
+    return {0: first, TRAINED: changed(first, tmp_path_factory.mktemp("trained"))}
+
+
+def changed(policy: Path, directory: Path) -> Path:
+    """A policy after some training: its weights, moved a little."""
+    torch.manual_seed(1)
+    weights = load_file(policy / "model.safetensors")
+    moved = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in weights.items()}
+    (directory / "config.json").write_text((policy / "config.json").read_text())
+    save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+async def run_dir(policies: dict[int, Path], tmp_path: Path) -> Path:
+    """A run with a checkpoint of its second step."""
+    config = from_overrides(f"policy.path={policies[0]}", "engine=vllm")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    policy = InProcessPolicy(TrainingSettings(policy_path=str(policies[TRAINED])))
+    await policy.save(tmp_path / "checkpoints" / f"global_step_{TRAINED}" / "policy")
+    await policy.close()
+    return tmp_path
+
+
+async def sampled(
+    engine: InferenceEngine,
+    *,
+    version: int = TRAINED,
+    reads: Callable[[list[int]], list[int]] = list,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    is_seeded: bool = True,
+) -> list[Trajectory]:
+    """Answers to all prompts, recorded as of ``version``. ``reads`` is what the engine gets for a recorded prompt.
+
+    vLLM takes no seeds on CPUs.
+    """
+    rows = []
+    for number, prompt in enumerate(PROMPTS):
+        request = make_request(
+            f"r{number}",
+            reads(prompt),
+            max_tokens=NUM_TOKENS,
+            temperature=temperature,
+            top_p=top_p,
+            seed=number if is_seeded else None,
+        )
+        output = await engine.generate(request)
+        row = Trajectory(
+            prompt_token_ids=prompt,
+            response_token_ids=output.token_ids,
+            loss_mask=np.ones(len(output.token_ids), bool),
+            logprobs=output.logprobs,
+            versions=VersionSpans.constant(version, len(output.token_ids)),
+            reward=0.0,
+        )
+        rows.append(row)
+    return rows
+
+
+def record(run_dir: Path, rows_of_engines: dict[str, Sequence[Trajectory]]) -> None:
+    """Record rows as trained in the step after the checkpoint."""
+    groups, first = [], 0
+    for engine, rows in rows_of_engines.items():
+        for row in rows:
+            work = {0: SampleWork(seconds=1.0, engines=(engine,))}
+            group = Group(
+                uid=f"p{first}", admission_index=first, scheduled_version=TRAINED, trajectories=(row,), work=work
+            )
+            groups.append((first, EndedGroup(group=group, outcome=Outcome.TRAINED, step=TRAINED + 1), True))
+            first += 1
+    (run_dir / DIRECTORY).mkdir(exist_ok=True)
+    write(file_of(run_dir / DIRECTORY, 0, first), iter([table_of(groups)]))
+
+
+async def examined(run_dir: Path, rows: Sequence[Trajectory] | dict[str, Sequence[Trajectory]]) -> Examination:
+    record(run_dir, rows if isinstance(rows, dict) else {"engine-0": rows})
+    return await examine(run_dir, num_rows=64, with_engine=False, say=lambda line: None)
+
+
+def faults(found: Examination) -> list[tuple[str, str]]:
+    """Kind and place of each fault, but for ways of computing, which only repeat it."""
+    return [(finding.kind, finding.where) for finding in found.findings if finding.is_fault]
+
+
+@pytest.fixture
+def engine(policies: dict[int, Path]) -> InferenceEngine:
+    """An engine without a fault."""
+    return DeterministicEngine("engine-0", policies[TRAINED])
+
+
+async def test_a_healthy_run_is_called_healthy_and_its_ratios_are_all_staleness(
+    run_dir: Path, policies: dict[int, Path], engine: InferenceEngine
+) -> None:
+    stale = await sampled(DeterministicEngine("engine-1", policies[0]), version=0)
+    own = await sampled(engine)
+    scores = InProcessPolicy(TrainingSettings(policy_path=str(policies[TRAINED])))
+    # What the trainer found when it trained them.
+    stale = [replace(row, old_logprobs=np.asarray(await found(scores, row)), old_version=TRAINED) for row in stale]
+    await scores.close()
+    record(run_dir, {"engine-0": own, "engine-1": stale})
+    health = await examine(run_dir, num_rows=64, with_engine=True, say=lambda line: None)
+    assert health.is_healthy, report(health)
+    assert health.versions == (0, TRAINED)
+    assert [path.name for path in health.paths][-1] == "engine, decode, after a publish"
+    assert len(health.paths) >= 9
+    assert all(path.mean_abs < 1e-5 for path in health.paths if "bfloat16" not in path.name)
+    assert health.split is not None
+    assert health.split.num_tokens == len(PROMPTS) * NUM_TOKENS
+    assert health.split.mismatch < 1e-5
+    assert health.split.staleness == pytest.approx(health.split.log_ratio, rel=1e-3)
+    assert health.split.staleness > 0.01
+    assert "healthy" in report(health)
+
+
+async def found(policy: InProcessPolicy, row: Trajectory) -> list[float]:
+    """Log-probs of a row's response."""
+    ids = [*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()]
+    return (await policy.logprobs(ids))[len(row.prompt_token_ids) - 1 :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"), [("temperature", 0.7, "temperature 0.7,"), ("top_p", 0.8, "top_p 0.8 was in force")]
+)
+async def test_sampling_parameters_that_are_not_the_configured_ones_are_named_with_their_values(
+    run_dir: Path, engine: InferenceEngine, kind: str, value: float, said: str
+) -> None:
+    health = await examined(run_dir, await sampled(engine, **{kind: value}))  # type: ignore[arg-type]
+    assert faults(health) == [(kind, "engine-0")]
+    assert said in health.findings[0].sentence
+    assert health.findings[0].explained > 0.99
+
+
+async def test_a_stale_version_on_one_engine_is_named_with_the_engine(
+    run_dir: Path, policies: dict[int, Path], engine: InferenceEngine
+) -> None:
+    stale = await sampled(DeterministicEngine("engine-1", policies[0]))
+    health = await examined(run_dir, {"engine-0": await sampled(engine), "engine-1": stale})
+    assert faults(health) == [("stale version", "engine-1")]
+    assert "weights of version 0" in health.findings[0].sentence
+
+
+async def test_a_tied_head_that_was_not_updated_is_named(
+    run_dir: Path, policies: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    served = tmp_path_factory.mktemp("served")
+    config = json.loads((policies[TRAINED] / "config.json").read_text())
+    (served / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    old_head = load_file(policies[0] / "model.safetensors")["model.embed_tokens.weight"]
+    weights = load_file(policies[TRAINED] / "model.safetensors") | {"lm_head.weight": old_head}
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    health = await examined(run_dir, await sampled(DeterministicEngine("engine-0", served)))
+    assert faults(health) == [("tied head", "engine-0")]
+    assert "the output head of the engine has the weights of version 0" in health.findings[0].sentence
+
+
+async def test_a_layer_that_was_not_updated_is_named(
+    run_dir: Path, policies: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    served = tmp_path_factory.mktemp("served")
+    (served / "config.json").write_text((policies[TRAINED] / "config.json").read_text())
+    old = load_file(policies[0] / "model.safetensors")
+    weights = {
+        name: old[name] if ".layers.1." in name else tensor
+        for name, tensor in load_file(policies[TRAINED] / "model.safetensors").items()
+    }
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    health = await examined(run_dir, await sampled(DeterministicEngine("engine-0", served)))
+    assert faults(health) == [("stale weights", "engine-0")]
+    assert "layer 1 of the engine has the weights of version 0" in health.findings[0].sentence
+
+
+@pytest.fixture
+async def rounding_engine(policies: dict[int, Path]) -> AsyncIterator[VLLMEngine]:
+    """vLLM, computing in bfloat16."""
+    engine = await VLLMEngine.start(
+        VLLMEngineConfig(name="engine-0", policy_dir=str(policies[TRAINED]), dtype="bfloat16", max_num_seqs=8)
+    )
+    yield engine
+    await engine.close()
+
+
+async def test_bfloat16_is_named_where_float32_is_configured(run_dir: Path, rounding_engine: VLLMEngine) -> None:
+    health = await examined(run_dir, await sampled(rounding_engine, is_seeded=False))
+    assert faults(health) == [("bfloat16", "engine-0")]
+    assert "policy.dtype is float32" in health.findings[0].sentence
+
+
+@pytest.mark.parametrize("by", [1, -1])
+async def test_a_column_that_is_shifted_by_a_token_is_named(run_dir: Path, engine: InferenceEngine, by: int) -> None:
+    rows = [replace(row, logprobs=np.roll(row.logprobs, by)) for row in await sampled(engine)]
+    health = await examined(run_dir, rows)
+    assert faults(health) == [("shifted mask", "engine-0")]
+
+
+async def test_a_loss_mask_that_is_shifted_onto_an_observation_is_named(run_dir: Path, engine: InferenceEngine) -> None:
+    rows = []
+    for row in await sampled(engine):
+        ids = np.insert(row.response_token_ids, 0, [NEWLINE, ROLE])
+        mask = np.insert(row.loss_mask, 0, [False, False])
+        mask[:3] = [False, True, True]  # one early
+        versions = VersionSpans.joined([VersionSpans.constant(-1, 2), row.versions])
+        logprobs = np.insert(row.logprobs, 0, [0.0, 0.0])
+        rows.append(replace(row, response_token_ids=ids, loss_mask=mask, versions=versions, logprobs=logprobs))
+    health = await examined(run_dir, rows)
+    assert ("shifted mask", "the record") in faults(health)
+
+
+@pytest.mark.parametrize("place", [-1, -2, 1])
+async def test_a_template_token_that_the_record_lacks_is_named(
+    run_dir: Path, engine: InferenceEngine, place: int
+) -> None:
+    def without(prompt: list[int]) -> list[int]:
+        return [token for i, token in enumerate(prompt) if i != place % len(prompt)]
+
+    rows = [replace(row, prompt_token_ids=without(row.prompt_token_ids.tolist())) for row in await sampled(engine)]
+    health = await examined(run_dir, rows)
+    token = NEWLINE if place == -1 else ROLE
+    assert faults(health) == [("template token", "engine-0")]
+    assert f"(token {token})" in health.findings[0].sentence
+    assert health.findings[0].explained > 0.99
+
+
+async def test_a_template_token_that_the_engine_did_not_read_is_named(run_dir: Path, engine: InferenceEngine) -> None:
+    health = await examined(run_dir, await sampled(engine, reads=lambda prompt: prompt[:-1]))
+    assert faults(health) == [("template token", "engine-0")]
+    assert f"(token {NEWLINE})" in health.findings[0].sentence
+
+
+async def test_what_cannot_be_examined_is_said(
+    run_dir: Path, engine: InferenceEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await asyncio.to_thread(main, [str(run_dir / "missing")]) == 2
+    assert "has no config.yaml" in capsys.readouterr().err
+    rows = [replace(row, versions=VersionSpans.constant(1, NUM_TOKENS)) for row in await sampled(engine)]
+    record(run_dir, {"engine-0": rows})
+    with pytest.raises(Exception, match=r"tokens of version 1, and weights of version 0, 2; keep checkpoints"):
+        await examine(run_dir, num_rows=64, with_engine=False, say=lambda line: None)
