@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.rows < 1:
         parser.error(f"--rows must be at least 1, got {given.rows}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         found = asyncio.run(examine(given.run, num_rows=given.rows, with_engine=not given.no_engine, say=_say))
         if given.json is not None:

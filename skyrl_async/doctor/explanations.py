@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -170,12 +171,13 @@ class Ideas:
                 "stale version", f"{about} with weights of version {stale}, or of one on the way there", swapped, True
             )
             for part in first.parts:
-                predicted = self._changed(
-                    lambda v, part=part, stale=stale: self._scorers[v].with_part(part, self._scorers[stale])
-                )
+                predicted = self._changed(partial(self._with_part, part=part, stale=stale))
                 kind = "tied head" if part == HEAD and first.has_tied_head else "stale weights"
                 why = ": a tied head that was not updated with the embeddings" if kind == "tied head" else ""
                 yield Idea(kind, f"{part} of the engine has the weights of version {stale}{why}", predicted, True)
+
+    def _with_part(self, version: int, *, part: str, stale: int) -> AbstractContextManager[None]:
+        return self._scorers[version].with_part(part, self._scorers[stale])
 
     def _changed(self, change: Callable[[int], AbstractContextManager[None]]) -> Values:
         return self._scored([self._sampling], change=change)[0]
@@ -270,18 +272,16 @@ def scores(
 
     ``change`` changes the scorer of a version meanwhile.
     """
-    found = np.full((len(samplings), len(tokens.row)), np.nan)
-    starts = np.searchsorted(tokens.row, np.arange(len(tokens.rows) + 1))
-    for version, scorer in scorers.items():
+    parts = tokens.by_row(tokens.version)
+    found = [np.full((len(samplings), len(versions)), np.nan) for versions in parts]
+    for version in scorers:
         used = scorers[(weights or {}).get(version, version)]
         with change(version):
             for i, row in enumerate(tokens.rows):
-                own = np.arange(starts[i], starts[i + 1])[tokens.version[starts[i] : starts[i + 1]] == version]
-                if len(own):
-                    found[:, own] = (scorer if used is scorer else used).logprobs(
-                        row.ids, row.places[own - starts[i]], samplings
-                    )
-    return found
+                is_own = parts[i] == version
+                if is_own.any():
+                    found[i][:, is_own] = used.logprobs(row.ids, row.places[is_own], samplings)
+    return np.concatenate(found, axis=1)
 
 
 def row_scores(

@@ -97,7 +97,8 @@ RULES = (
         metric="policy/lag0_behavior_kl",
         is_bad=_at_least(0.01),
         says="Engine and trainer disagree by {value:.3g} nats per token on tokens of the very version that is trained",
-        advice="Compare the types of the weights (policy.dtype), and look for an engine that serves another version.",
+        advice="uv run -m skyrl_async.doctor on the run's directory says why: types of the weights (policy.dtype), an engine that serves "
+        "another version, or other sampling parameters.",
         num_steps=3,
     ),
     Rule(
