@@ -6,8 +6,8 @@ compared with.
 
 import contextlib
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.run import Config
-from skyrl_async.doctor.explanations import Explanation, Ideas, Values, best_explanation, mean_ratio_change, scores
+from skyrl_async.doctor.explanations import (
+    Explanation,
+    Ideas,
+    Values,
+    best_explanation,
+    mean_ratio_change,
+    scores,
+    untruncated,
+)
 from skyrl_async.doctor.paths import PathGap, engine_paths, path_gap, trainer_paths
 from skyrl_async.doctor.rows import Tokens, read_rows
 from skyrl_async.doctor.scoring import Scorer
@@ -28,6 +36,35 @@ FLOAT32_ROUNDING = 1e-4
 """Mean gap in nats up to which rounding of float32 explains it; 1e-6 is usual."""
 _BFLOAT16_FACTOR = 4.0
 """A gap within this factor of bfloat16's own is of its size."""
+UNEXPLAINED = "unexplained"
+TRAINER_NOW = {
+    "trainer, one row at a time": ("trainer", "the trainer's forward differs from transformers' on the same weights"),
+    "trainer, packed": (
+        "batch shape",
+        "rows that are packed end to end change each other: set training.use_sample_packing=false",
+    ),
+    "trainer, padded": ("batch shape", "padding changes log-probs of the rows beside it"),
+}
+"""Way of computing -> kind and sentence of a finding if it differs and none before it does."""
+ENGINE_NOW = {
+    "engine, prefill, booted with the weights": (
+        "engine",
+        "the engine's forward differs from transformers' on the same weights",
+    ),
+    "engine, decode, booted with the weights": (
+        "engine",
+        "the engine's decode differs, and its prefill does not: attention, cache or sampler",
+    ),
+    "engine, prefill, after a publish": (
+        "publish",
+        "published weights differ from those that an engine boots with: names or dtypes of the update",
+    ),
+    "engine, decode, after a publish": (
+        "publish",
+        "published weights differ from those that an engine boots with: its decode has old ones",
+    ),
+}
+NOW = TRAINER_NOW | ENGINE_NOW
 _MAX_VERSIONS = 3
 _ALL = "all engines"
 
@@ -91,8 +128,10 @@ async def examine(run_dir: Path, *, num_rows: int, with_engine: bool, say: Calla
         rows = read_rows(run_dir, weights.versions, num_rows)
         counts = {v: int((Tokens.of(rows, [v]).is_examined).sum()) for v in weights.versions}
         versions = sorted(sorted((v for v in counts if counts[v]), key=lambda v: -counts[v])[:_MAX_VERSIONS])
+        main = max(versions, key=lambda v: counts[v])
         # A version without tokens may be the one that an engine still had.
-        spare = [v for v in weights.versions if v not in versions][: _MAX_VERSIONS - len(versions)]
+        others = sorted((v for v in weights.versions if v not in versions), key=lambda v: abs(v - main))
+        spare = others[: _MAX_VERSIONS - len(versions)]
         say(f"loading version {', '.join(map(str, sorted([*versions, *spare])))}")
         device = training_device(config.training).name
         trust = config.policy.trust_remote_code
@@ -103,7 +142,6 @@ async def examine(run_dir: Path, *, num_rows: int, with_engine: bool, say: Calla
         model = scores(tokens, scorers, [sampling])[0]
         model[~tokens.is_examined] = np.nan
         say(f"scored {int(tokens.is_examined.sum()):,} tokens of {len(rows)} rows")
-        main = max(versions, key=lambda v: counts[v])
         rounding = _bfloat16(tokens, directories[main], main, sampling, device, trust)
         paths = [
             path_gap("engine, decode, as recorded", tokens.recorded, model),
@@ -113,8 +151,15 @@ async def examine(run_dir: Path, *, num_rows: int, with_engine: bool, say: Calla
             path_gap("transformers in bfloat16", rounding, model),
         ]
         noise = paths[-1].mean_abs
-        ideas = Ideas(tokens, scorers, sampling, model, _texts(run_dir))
-        findings = [*_structural(tokens), *_findings(config, tokens, ideas, model, noise, say)]
+        has_adapter = config.policy.lora.is_on
+
+        def ideas_about(own: Tokens, own_model: Values) -> Ideas:
+            return Ideas(
+                own, scorers, _configured(config), own_model, _texts(run_dir), starts_without_adapter=has_adapter
+            )
+
+        uses_bfloat16 = _uses_bfloat16(config)
+        findings = [*_structural(tokens), *_findings(tokens, versions, model, ideas_about, noise, uses_bfloat16, say)]
         only = [row for row in rows if set(row.trajectory.versions.distinct) <= {main, ENVIRONMENT_VERSION}]
         if only:
             own = Tokens.of(only, [main])
@@ -125,7 +170,8 @@ async def examine(run_dir: Path, *, num_rows: int, with_engine: bool, say: Calla
                 say("booting an engine")
                 other = next((path for v, path in directories.items() if v != main), None) or await weights.initial()
                 paths += await engine_paths(config, directories[main], other, only, scorers[main], Path(name))
-    findings += _path_findings(paths, noise, uses_bfloat16=_uses_bfloat16(config), known=findings)
+        differing = _differing(paths, max(FLOAT32_ROUNDING, _BFLOAT16_FACTOR * noise if uses_bfloat16 else 0.0))
+    findings = [_located(finding, paths, differing) for finding in findings] + path_findings(differing)
     return Examination(
         run=str(run_dir),
         num_rows=len(rows),
@@ -137,9 +183,15 @@ async def examine(run_dir: Path, *, num_rows: int, with_engine: bool, say: Calla
     )
 
 
+def _configured(config: Config) -> SamplingParams:
+    """Temperature and truncation as configured."""
+    own = config.generator.sampling
+    return SamplingParams(max_tokens=1, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k, min_p=own.min_p)
+
+
 def _sampling(config: Config) -> SamplingParams:
-    """As the trainer takes it: at the temperature, and not truncated; with the configured truncation known to the ideas."""
-    return SamplingParams(max_tokens=1, temperature=config.generator.sampling.temperature)
+    """As the trainer takes it: at the temperature, and not truncated."""
+    return untruncated(_configured(config))
 
 
 def _uses_bfloat16(config: Config) -> bool:
@@ -169,70 +221,77 @@ def _structural(tokens: Tokens) -> list[Finding]:
 
 
 def _findings(
-    config: Config, tokens: Tokens, ideas: Ideas, model: Values, noise: float, say: Callable[[str], None]
+    tokens: Tokens,
+    versions: Sequence[int],
+    model: Values,
+    ideas_about: Callable[[Tokens, Values], Ideas],
+    noise: float,
+    uses_bfloat16: bool,
+    say: Callable[[str], None],
 ) -> list[Finding]:
-    """What explains the gap of each engine, and of the trainer to its own weights; the same of all engines once."""
+    """What explains the gap of each engine's tokens; the same of all engines once."""
+    found: list[Finding | None] = []
     engines = sorted(set(tokens.engine[tokens.is_examined]))
-    subsets = {name: (tokens.engine == name) & tokens.is_examined for name in engines}
-    found = {
-        name: _explained(config, tokens, ideas, tokens.recorded, model, taken, noise, say)
-        for name, taken in subsets.items()
-    }
-    same = {None if finding is None else (finding.kind, finding.sentence) for finding in found.values()}
-    findings = []
-    if len(same) == 1 and len(found) > 1:
-        whole = _explained(config, tokens, ideas, tokens.recorded, model, tokens.is_examined, noise, say)
-        found = {_ALL: whole}
-    for where, finding in found.items():
-        if finding is not None:
-            findings.append(
-                Finding(
-                    finding.kind, where, finding.sentence, finding.mean_abs_gap, finding.explained, finding.is_fault
-                )
-            )
+    for engine in engines:
+        own = Tokens.of([row for row in tokens.rows if row.engine == engine], versions)
+        own_model = model[tokens.engine == engine]
+        gap = (own.recorded - own_model)[own.is_examined]
+        if float(np.abs(gap).mean()) <= FLOAT32_ROUNDING:
+            found.append(None)
+            continue
+        say(f"looking for what explains the gap of {engine}")
+        best = best_explanation(ideas_about(own, own_model).families(), own.recorded, own_model, own.is_examined)
+        found.append(_explained(engine, gap, best, noise, uses_bfloat16))
+    findings = [finding for finding in found if finding is not None]
+    if len(findings) == len(engines) > 1 and len({(f.kind, f.sentence) for f in findings}) == 1:
+        gap = float(np.mean([finding.mean_abs_gap for finding in findings]))
+        return [replace(min(findings, key=lambda f: f.explained), where=_ALL, mean_abs_gap=gap)]
     return findings
 
 
-def _explained(
-    config: Config,
-    tokens: Tokens,
-    ideas: Ideas,
-    values: Values,
-    model: Values,
-    taken: NDArray[np.bool_],
-    noise: float,
-    say: Callable[[str], None],
-) -> Finding | None:
-    gap = (values - model)[taken]
+def _explained(engine: str, gap: Values, best: Explanation | None, noise: float, uses_bfloat16: bool) -> Finding | None:
+    """``gap``: of the engine's tokens; ``noise``: the mean gap that bfloat16 makes."""
     size = float(np.abs(gap).mean())
-    if size <= FLOAT32_ROUNDING:
-        return None
-    say("looking for what explains the gap")
-    best: Explanation | None = best_explanation(ideas.families(), values, model, taken)
     if best is not None:
-        return Finding(best.kind, "", best.sentence, size, best.explained)
-    expected = _uses_bfloat16(config)
+        return Finding(best.kind, engine, best.sentence, size, best.explained)
     if noise / _BFLOAT16_FACTOR <= size <= noise * _BFLOAT16_FACTOR and abs(float(gap.mean())) <= size / 2:
-        told = "as configured" if expected else "and policy.dtype is float32 and training.mixed_precision off"
+        told = "as configured" if uses_bfloat16 else "and policy.dtype is float32 and training.mixed_precision off"
         sentence = f"the gap has the size that computing in bfloat16 makes, {noise:.2g} nats, {told}"
-        return Finding("bfloat16", "", sentence, size, 0.0, is_fault=not expected)
-    if expected and size <= noise:
+        return Finding("bfloat16", engine, sentence, size, 0.0, is_fault=not uses_bfloat16)
+    if uses_bfloat16 and size <= noise:
         return None
-    sentence = "nothing that was tried explains the gap; see in which way of computing it begins"
-    return Finding("unexplained", "", sentence, size, 0.0)
+    return Finding(UNEXPLAINED, engine, "nothing that was tried explains the gap", size, 0.0)
 
 
-def _path_findings(paths: list[PathGap], noise: float, *, uses_bfloat16: bool, known: list[Finding]) -> list[Finding]:
-    """Ways of computing that differ now, with the code and the machine at hand; those of the record are judged by token."""
-    limit = max(FLOAT32_ROUNDING, _BFLOAT16_FACTOR * noise if uses_bfloat16 else 0.0)
-    return [
-        Finding("path", path.name, "differs from transformers on the same weights and tokens", path.mean_abs, 0.0)
-        for path in paths
-        if path.num_tokens
-        and path.mean_abs > limit
-        and "transformers" not in path.name
-        and not (path.name.startswith("engine, decode, as recorded") and known)
-    ]
+def _differing(paths: Sequence[PathGap], limit: float) -> list[PathGap]:
+    """Ways of computing, done now, that differ from transformers; those of the record are judged by token."""
+    return [path for path in paths if path.num_tokens and path.mean_abs > limit and path.name in NOW]
+
+
+def _located(finding: Finding, paths: Sequence[PathGap], differing: Sequence[PathGap]) -> Finding:
+    """Says of an unexplained gap whether an engine that is booted now has it too."""
+    if finding.kind != UNEXPLAINED or not any(path.name in ENGINE_NOW for path in paths):
+        return finding
+    too = next((path.name for path in differing if path.name in ENGINE_NOW), None)
+    sentence = (
+        "an engine that is booted now with the same weights agrees, so it is not its arithmetic: look at what it was given, its tokens, "
+        "sampling parameters and weights"
+        if too is None
+        else f"it is there now as well: {too}"
+    )
+    return replace(finding, sentence=f"{finding.sentence}; {sentence}")
+
+
+def path_findings(differing: Sequence[PathGap]) -> list[Finding]:
+    """What the ways of computing that differ say together, the first of them that all later ones share."""
+    by_name = {path.name: path for path in differing}
+    findings = []
+    for of_one in (TRAINER_NOW, ENGINE_NOW):
+        for name, (kind, sentence) in of_one.items():
+            if name in by_name:
+                findings.append(Finding(kind, name, sentence, by_name[name].mean_abs, 0.0))
+                break
+    return findings
 
 
 def _split(tokens: Tokens, model: Values) -> RatioSplit | None:

@@ -91,22 +91,27 @@ class Ideas:
     Args:
         tokens: examined.
         scorers: one per version.
-        sampling: as configured.
+        configured: temperature and truncation.
         model: (N,) log-probs under each token's own version.
         text_of: the text of a token.
+        starts_without_adapter: whether version 0 is a model without its adapter.
     """
 
     def __init__(
         self,
         tokens: Tokens,
         scorers: dict[int, Scorer],
-        sampling: SamplingParams,
+        configured: SamplingParams,
         model: Values,
         text_of: Callable[[int], str],
+        *,
+        starts_without_adapter: bool = False,
     ) -> None:
         self._tokens = tokens
         self._scorers = scorers
-        self._sampling = sampling
+        self._configured = configured
+        self._sampling = untruncated(configured)
+        self._starts_without_adapter = starts_without_adapter
         self._model = model
         self._text_of = text_of
 
@@ -122,8 +127,7 @@ class Ideas:
             yield Idea("shifted mask", sentence, np.concatenate(parts))
 
     def _samplings(self) -> Iterator[Idea]:
-        configured = self._sampling
-        plain = replace(configured, top_p=1.0, top_k=0, min_p=0.0)
+        configured, plain = self._configured, self._sampling
         relative = [configured.temperature * factor for factor in _TEMPERATURES]
         temperatures = sorted({1.0, *relative} - {configured.temperature})
         others = [replace(plain, temperature=t) for t in temperatures]
@@ -152,7 +156,7 @@ class Ideas:
 
     def _sampled_with(self, samplings: Sequence[SamplingParams]) -> Iterator[Idea]:
         for sampling, predicted in zip(samplings, self._scored(samplings), strict=True):
-            yield Idea(*_about(sampling, self._sampling), predicted)
+            yield Idea(*_about(sampling, self._configured), predicted)
 
     def _weights(self) -> Iterator[Idea]:
         """Other weights than those of the version that is recorded, or parts of them."""
@@ -166,9 +170,13 @@ class Ideas:
                 continue
             swapped = self._scored([self._sampling], weights=dict.fromkeys(self._scorers, stale))[0]
             swapped[self._tokens.version == stale] = self._model[self._tokens.version == stale]
+            adapter = " (the adapter is not in force)" if self._starts_without_adapter and not stale else ""
             about = f"tokens that are recorded as of version {_listed(others)} were sampled"
             yield Idea(
-                "stale version", f"{about} with weights of version {stale}, or of one on the way there", swapped, True
+                "stale version",
+                f"{about} with weights of version {stale}{adapter}, or of one on the way there",
+                swapped,
+                True,
             )
             for part in first.parts:
                 predicted = self._changed(partial(self._with_part, part=part, stale=stale))
@@ -332,6 +340,11 @@ def _about(sampling: SamplingParams, configured: SamplingParams) -> tuple[str, s
 
 def _listed(versions: Sequence[int]) -> str:
     return ", ".join(map(str, versions))
+
+
+def untruncated(sampling: SamplingParams) -> SamplingParams:
+    """The same temperature, without truncation."""
+    return replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def mean_ratio_change(gap: Values) -> float:

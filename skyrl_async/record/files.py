@@ -108,7 +108,7 @@ def read_samples(
 def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
     """The numbers of the newest rows with ``words`` in the text of a turn, in any case; at most so many.
 
-    Holds one row group (16 MB) in memory at a time. A file that the run joins or thins meanwhile is left out.
+    Holds one row group (16 MB) in memory at a time. A file that the run joins or thins meanwhile is left out. Raises as ``read_samples``.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -116,10 +116,11 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
     found: list[int] = []
     for file in reversed(files_in(run_dir / DIRECTORY)):
         try:
-            opened = pq.ParquetFile(file.path)
+            with _reading(file.path):
+                opened = pq.ParquetFile(file.path)
         except FileNotFoundError:
             continue
-        with opened:
+        with opened, _reading(file.path, opened.schema_arrow.names):
             for group in reversed(range(opened.num_row_groups)):
                 table = opened.read_row_group(group, columns=["row", "turns.list.element.text"])
                 turns = table["turns"].combine_chunks()
@@ -135,24 +136,34 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
 def _tables(
     files: Sequence[SamplesFile], columns: Sequence[str] | None = None, only: Sequence[tuple[str, str, Any]] = ()
 ) -> Iterator["pa.Table"]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for file in files:
-        try:
+        with _reading(file.path):
             names = pq.read_schema(file.path).names
-            if names != schema().names:
-                raise CheckpointError(
-                    f"{file.path} was written by another version of skyrl_async: it has the columns {', '.join(names)}"
-                )
-            yield pq.read_table(
+        with _reading(file.path, names):
+            table = pq.read_table(
                 file.path,
                 columns=None if columns is None else list(columns),
                 filters=list(only) or None,
                 partitioning=None,
             )
-        except (pa.ArrowException, EOFError) as error:
-            raise CheckpointError(f"{file.path} is damaged: {error}; take the file out") from error
+        yield table
+
+
+@contextmanager
+def _reading(path: Path, names: Sequence[str] | None = None) -> Iterator[None]:
+    """Raise ``CheckpointError`` for a file that is damaged, or whose columns, if given, are not ours."""
+    import pyarrow as pa
+
+    if names is not None and names != schema().names:
+        raise CheckpointError(
+            f"{path} was written by another version of skyrl_async: it has the columns {', '.join(names)}"
+        )
+    try:
+        yield
+    except (pa.ArrowException, EOFError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; take the file out") from error
 
 
 def write(file: SamplesFile, tables: Iterator["pa.Table"]) -> None:

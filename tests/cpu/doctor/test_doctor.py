@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from skyrl_async.columns import VersionSpans
 from skyrl_async.config.load import from_overrides, to_yaml
 from skyrl_async.doctor.__main__ import main, report
-from skyrl_async.doctor.examination import Examination, examine
+from skyrl_async.doctor.examination import Examination, examine, path_findings
+from skyrl_async.doctor.paths import PathGap
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
@@ -180,6 +181,28 @@ async def test_a_stale_version_on_one_engine_is_named_with_the_engine(
     health = await examined(run_dir, {"engine-0": await sampled(engine), "engine-1": stale})
     assert faults(health) == [("stale version", "engine-1")]
     assert "weights of version 0" in health.findings[0].sentence
+
+
+async def test_a_fault_that_all_engines_have_is_said_once(run_dir: Path, engine: InferenceEngine) -> None:
+    rows = await sampled(engine, temperature=0.5)
+    health = await examined(run_dir, {"engine-0": rows[:3], "engine-1": rows[3:]})
+    assert faults(health) == [("temperature", "all engines")]
+
+
+@pytest.mark.parametrize(
+    ("differing", "kinds"),
+    [
+        ([], []),
+        (["trainer, packed"], ["batch shape"]),
+        (["trainer, one row at a time", "trainer, packed", "trainer, padded"], ["trainer"]),
+        (["engine, prefill, booted with the weights", "engine, prefill, after a publish"], ["engine"]),
+        (["engine, prefill, after a publish", "engine, decode, after a publish"], ["publish"]),
+        (["trainer, padded", "engine, decode, booted with the weights"], ["batch shape", "engine"]),
+    ],
+)
+def test_ways_of_computing_that_differ_are_told_by_what_they_share(differing: list[str], kinds: list[str]) -> None:
+    gaps = [PathGap(name, 10, 0.1, 0.1, 0.1) for name in differing]
+    assert [finding.kind for finding in path_findings(gaps)] == kinds
 
 
 async def test_a_tied_head_that_was_not_updated_is_named(

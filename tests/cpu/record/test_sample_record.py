@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import CheckpointError
 from skyrl_async.record.ended import EndedGroup, Outcome
-from skyrl_async.record.files import DIRECTORY, files_in, read_samples
+from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
@@ -317,15 +318,18 @@ def test_kill_9_leaves_whole_files_and_every_row_that_was_flushed(tmp_path: Path
     assert all(path.suffix == ".parquet" for path in directory.iterdir()), "nothing half written is left"
 
 
-def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "read", [read_samples, lambda run_dir: find_samples(run_dir, "words", 10)], ids=["read", "find"]
+)
+def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
     written(tmp_path, ended("a"))
     (file,) = files_in(tmp_path / DIRECTORY)
     pd.DataFrame({"uid": ["a"]}).to_parquet(file.path)
     with pytest.raises(CheckpointError, match=r"written by another version .* columns uid"):
-        read_samples(tmp_path)
+        read(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=f"{file.path.name} is damaged"):
-        read_samples(tmp_path)
+        read(tmp_path)
 
 
 def test_metrics_of_an_environment_are_json(tmp_path: Path) -> None:
