@@ -2,12 +2,13 @@
 
 With g the recorded log-probs minus the model's, and d the predicted ones minus the model's, an idea explains the share
 1 - sum (g - d)^2 / sum g^2 of the gap: 1 if it predicts every token, 0 or less if it predicts none. Of an idea about older weights the
-part c of d that fits best, c = sum g d / sum d^2 in [0, 1], is taken, since the very version may be gone.
+part c of d that fits best, c = sum g d / sum d^2 in [0, 1], is taken, since the very version may be gone. Beneath larger noise, such as
+bfloat16's, such an idea explains little and is still certain where c is near 1 and many standard errors (least squares) from 0.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,8 @@ from skyrl_async.types import SamplingParams
 Values: TypeAlias = NDArray[np.float64]
 ENOUGH = 0.5
 """Share of a gap from which on an idea is named."""
+CERTAIN = 6.0
+"""Standard errors from which on an idea about weights is named whatever it explains; some hundred ideas are tried."""
 _CLEAR = 0.95
 """Share after which dearer ideas are not tried."""
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
@@ -32,6 +35,7 @@ _TOP_K = (2, 5, 10, 20, 40, 50, 100)
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 _MAX_EDITED_ROWS, _MAX_EDITED_TOKENS = 8, 4096
 _MAX_BACK = 4
+_NEAR_ONE = (0.5, 1.5)
 _NEAR = 8
 _MAX_INSERTED = 32
 
@@ -56,6 +60,8 @@ class Explanation:
     sentence: str
     explained: float
     """Share of the gap, at most 1."""
+    certainty: float = 0.0
+    """Standard errors between the fitted part of an idea about weights and 0; 0 where that part is not near 1."""
 
 
 def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
@@ -65,24 +71,31 @@ def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
     total = float(gap @ gap)
     if total == 0 or not np.isfinite(change).all():
         return Explanation(idea.kind, idea.sentence, 0.0)
-    part = float(np.clip(gap @ change / max(float(change @ change), 1e-30), 0, 1)) if idea.is_direction else 1.0
+    size = max(float(change @ change), 1e-30)
+    fitted = float(gap @ change) / size
+    part = min(max(fitted, 0.0), 1.0) if idea.is_direction else 1.0
     left = gap - part * change
-    return Explanation(idea.kind, idea.sentence, 1 - float(left @ left) / total)
+    explained = 1 - float(left @ left) / total
+    is_near = idea.is_direction and _NEAR_ONE[0] <= fitted <= _NEAR_ONE[1]
+    error = math.sqrt(float(left @ left) / len(gap) / size)
+    return Explanation(idea.kind, idea.sentence, explained, fitted / max(error, 1e-30) if is_near else 0.0)
 
 
 def best_explanation(
-    ideas: Sequence[Iterator[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]
+    ideas: Sequence[Iterable[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]
 ) -> Explanation | None:
-    """The idea that explains most of the gap of the tokens taken, if it is enough; families of ideas are tried in order."""
-    best: Explanation | None = None
+    """The idea that explains most of the gap of the tokens taken, if it is enough or certain; families of ideas are tried in order."""
+    found: list[Explanation] = []
     for family in ideas:
         for idea in family:
-            found = judged(replace(idea, predicted=idea.predicted[taken]), recorded[taken], model[taken])
-            if best is None or found.explained > best.explained:
-                best = found
-        if best is not None and best.explained >= _CLEAR:
+            found.append(judged(replace(idea, predicted=idea.predicted[taken]), recorded[taken], model[taken]))
+        if max((each.explained for each in found), default=0.0) >= _CLEAR:
             break
-    return best if best is not None and best.explained >= ENOUGH else None
+    best = max(found, key=lambda each: each.explained, default=None)
+    if best is not None and best.explained >= ENOUGH:
+        return best
+    certain = max(found, key=lambda each: each.certainty, default=None)
+    return certain if certain is not None and certain.certainty >= CERTAIN else None
 
 
 class Ideas:

@@ -15,6 +15,7 @@ from skyrl_async.columns import VersionSpans
 from skyrl_async.config.load import from_overrides, to_yaml
 from skyrl_async.doctor.__main__ import main, report
 from skyrl_async.doctor.examination import Examination, examine, path_findings
+from skyrl_async.doctor.explanations import Idea, best_explanation
 from skyrl_async.doctor.paths import PathGap
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.inference.protocol import InferenceEngine
@@ -181,6 +182,16 @@ async def test_a_stale_version_on_one_engine_is_named_with_the_engine(
     health = await examined(run_dir, {"engine-0": await sampled(engine), "engine-1": stale})
     assert faults(health) == [("stale version", "engine-1")]
     assert "weights of version 0" in health.findings[0].sentence
+
+
+@pytest.mark.parametrize(("stale", "is_named"), [(1.0, True), (0.0, False), (0.1, False)])
+def test_old_weights_are_found_beneath_larger_rounding_and_nowhere_else(stale: float, is_named: bool) -> None:
+    random = np.random.default_rng(0)
+    model, change, rounding = (random.normal(0, size, 4000) for size in (1.0, 0.01, 0.04))
+    idea = Idea("stale version", "", model + change, is_direction=True)
+    recorded = model + stale * change + rounding
+    found = best_explanation([[idea]], recorded, model, np.ones(4000, bool))
+    assert (found is not None) == is_named
 
 
 async def test_a_fault_that_all_engines_have_is_said_once(run_dir: Path, engine: InferenceEngine) -> None:
