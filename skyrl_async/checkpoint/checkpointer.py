@@ -242,8 +242,7 @@ class Checkpointer:
 
     def _steps(self) -> list[int]:
         """Steps of the existing checkpoints, ascending."""
-        names = [p.name.removeprefix(_PREFIX) for p in self.directory.glob(f"{_PREFIX}*")]
-        return sorted(int(name) for name in names if name.isdigit())
+        return list(checkpoints_in(self.directory))
 
     def _move_into_place(self, partial: Path, final: Path) -> Path:
         """Rename to the final name; an existing checkpoint of that name is moved aside first and deleted after."""
@@ -290,6 +289,12 @@ class Checkpointer:
                 shutil.rmtree(doomed.rename(doomed.with_name(f"{_PARTIAL}{doomed.name}")))
         except OSError as error:
             logger.warning("old checkpoints in %s cannot be deleted: %s", self.directory, error)
+
+
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """Step -> path of the checkpoints in a run's ``checkpoints``, ascending."""
+    steps = {path.name.removeprefix(_PREFIX): path for path in directory.glob(f"{_PREFIX}*")}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
 
 
 def read_state(path: Path) -> TrainerState:

@@ -211,23 +211,7 @@ class Processes:
 
         config, engine = self.config, self.config.engine
         resources = engine_resources(config, self.reserved, names)
-        device = engine_device(engine)
-        configs = [
-            from_section(
-                VLLMEngineConfig,
-                engine,
-                name=name,
-                policy_dir=str(self._served),
-                dtype=config.policy.dtype.name,
-                device=device.name,
-                enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
-                trust_remote_code=config.policy.trust_remote_code,
-                adapter_rank=config.policy.lora.served_rank,
-                adapter_targets=config.policy.lora.named_targets,
-                seed=config.trainer.seed,
-            )
-            for name in names
-        ]
+        configs = [vllm_config(config, name, self._served) for name in names]
         return await start_ray_engines(
             configs,
             num_cpus=resources.num_cpus,
@@ -270,6 +254,24 @@ class Processes:
             heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
             **arguments,
         )
+
+
+def vllm_config(config: Config, name: str, policy_dir: Path) -> VLLMEngineConfig:
+    """Return settings of the engine ``name``, which boots with the weights in ``policy_dir``."""
+    device, engine = engine_device(config.engine), config.engine
+    return from_section(
+        VLLMEngineConfig,
+        engine,
+        name=name,
+        policy_dir=str(policy_dir),
+        dtype=config.policy.dtype.name,
+        device=device.name,
+        enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
+        trust_remote_code=config.policy.trust_remote_code,
+        adapter_rank=config.policy.lora.served_rank,
+        adapter_targets=config.policy.lora.named_targets,
+        seed=config.trainer.seed,
+    )
 
 
 def _share_gpus(config: Config) -> bool:

@@ -4,7 +4,6 @@ Rows of versions that the run still has weights for are scored again by transfor
 compared with.
 """
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from skyrl_async.doctor.paths import PathGap, engine_paths, path_gap, trainer_pa
 from skyrl_async.doctor.rows import Tokens, read_rows
 from skyrl_async.doctor.scoring import Scorer
 from skyrl_async.doctor.weights import RunWeights, read_config
-from skyrl_async.record.files import TOKENIZER
+from skyrl_async.record.files import read_tokenizer
 from skyrl_async.types import ENVIRONMENT_VERSION, SamplingParams
 
 FLOAT32_ROUNDING = 1e-4
@@ -312,9 +311,7 @@ def _split(tokens: Tokens, model: Values) -> RatioSplit | None:
 
 def _texts(run_dir: Path) -> Callable[[int], str]:
     """The text of a token by the run's tokenizer; its number where there is none."""
-    from tokenizers import Tokenizer
-
-    with contextlib.suppress(Exception):  # the library's only type of error
-        tokenizer = Tokenizer.from_file(str(run_dir / TOKENIZER))
-        return lambda token: tokenizer.decode([token], skip_special_tokens=False)
-    return lambda token: f"token {token}"
+    tokenizer = read_tokenizer(run_dir)
+    if tokenizer is None:
+        return lambda token: f"token {token}"
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)

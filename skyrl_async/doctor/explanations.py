@@ -8,7 +8,7 @@ bfloat16's, such an idea explains little and is still certain where c is near 1 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.doctor.rows import Tokens
+from skyrl_async.doctor.rows import Row, Tokens
 from skyrl_async.doctor.scoring import HEAD, Scorer
 from skyrl_async.types import SamplingParams
 
@@ -168,7 +168,7 @@ class Ideas:
         return float(np.square(self._tokens.recorded - idea.predicted)[self._tokens.is_examined].sum())
 
     def _sampled_with(self, samplings: Sequence[SamplingParams]) -> Iterator[Idea]:
-        for sampling, predicted in zip(samplings, self._scored(samplings), strict=True):
+        for sampling, predicted in zip(samplings, scores(self._tokens, self._scorers, samplings), strict=True):
             yield Idea(*_about(sampling, self._configured), predicted)
 
     def _weights(self) -> Iterator[Idea]:
@@ -181,8 +181,7 @@ class Ideas:
             others = [version for version in self._scorers if version != stale]
             if not others:
                 continue
-            swapped = self._scored([self._sampling], weights=dict.fromkeys(self._scorers, stale))[0]
-            swapped[self._tokens.version == stale] = self._model[self._tokens.version == stale]
+            swapped = scores(self._tokens, dict.fromkeys(self._scorers, self._scorers[stale]), [self._sampling])[0]
             adapter = " (the adapter is not in force)" if self._starts_without_adapter and not stale else ""
             about = f"tokens that are recorded as of version {_listed(others)} were sampled"
             yield Idea(
@@ -201,123 +200,85 @@ class Ideas:
         return self._scorers[version].with_part(part, self._scorers[stale])
 
     def _changed(self, change: Callable[[int], AbstractContextManager[None]]) -> Values:
-        return self._scored([self._sampling], change=change)[0]
+        return scores(self._tokens, self._scorers, [self._sampling], change)[0]
 
     def _templates(self) -> Iterator[Idea]:
         """The engine read one token more, or one less, than was recorded: at each place where sampling began, or at the beginning."""
-        rows = sorted(range(len(self._tokens.rows)), key=lambda i: len(self._tokens.rows[i].ids))[:_MAX_EDITED_ROWS]
-        while len(rows) > 1 and sum(len(self._tokens.rows[i].ids) for i in rows) > _MAX_EDITED_TOKENS:
-            rows.pop()
-        begins = {i: _begins(self._tokens.rows[i].places) for i in rows}
-        likely = [token for token, _ in self._read(begins).most_common(_MAX_INSERTED)]
-        first = {i: [0] for i in rows}
-        for back in range(_MAX_BACK):
-            where = "right before each sampled text" if not back else f"{back} tokens before each sampled text"
-            at = {i: [begin - back for begin in begins[i]] for i in rows}
-            yield self._edited(
-                at, None, f"the engine did not read the token {where} ({self._named(at)}) that is recorded", back=1
+        shortest = sorted(self._tokens.rows, key=lambda row: len(row.ids))[:_MAX_EDITED_ROWS]
+        while len(shortest) > 1 and sum(len(row.ids) for row in shortest) > _MAX_EDITED_TOKENS:
+            shortest.pop()
+        chosen = np.array([row in shortest for row in self._tokens.rows])
+        rows = [row for row, is_chosen in zip(self._tokens.rows, chosen, strict=True) if is_chosen]
+        begins = [_begins(row.places) for row in rows]
+        likely = [token for token, _ in _read(rows, begins).most_common(_MAX_INSERTED)]
+        tries = [
+            (
+                f"{f'{back} tokens' if back else 'right'} before each sampled text",
+                [[b - back for b in own if b >= back] for own in begins],
             )
+            for back in range(_MAX_BACK)
+        ]
+        tries += [("at the beginning", [[0]] * len(rows)), ("after the first token", [[1]] * len(rows))]
+        for where, at in tries:
             for token in likely:
-                yield self._edited(at, token, f"the engine read {self._text(token)} {where}, which is not recorded")
-        yield self._edited(
-            first, None, f"the engine did not read the first token ({self._named(first, 0)}) that is recorded"
-        )
-        for where, place in (("at the beginning", 0), ("after the first token", 1)):
-            for token in likely:
-                sentence = f"the engine read {self._text(token)} {where}, which is not recorded"
-                yield self._edited({i: [place] for i in rows}, token, sentence)
-
-    def _read(self, begins: dict[int, list[int]]) -> Counter[int]:
-        """Tokens that were not sampled, by number; those shortly before a place where sampling began come first."""
-        found: Counter[int] = Counter()
-        for i, own in begins.items():
-            ids, places = self._tokens.rows[i].ids, self._tokens.rows[i].places
-            found.update(np.delete(ids, places).tolist())
-            for begin in own:
-                found.update(dict.fromkeys(ids[max(0, begin - _NEAR) : begin].tolist(), len(ids)))
-        return found
-
-    def _named(self, at: dict[int, list[int]], back: int = 1) -> str:
-        found = {
-            int(self._tokens.rows[i].ids[places[0] - back]) for i, places in at.items() if places and places[0] >= back
-        }
-        return " or ".join(self._text(token) for token in sorted(found)[:3])
+                said = f"the engine read {self._text(token)} {where}, which is not recorded"
+                yield from self._edited(chosen, rows, at, token, said)
+            gone = "as the first token" if where == tries[-1][0] else where
+            left_out = [[place - 1 for place in own if place] for own in at]
+            if any(left_out):
+                texts = {self._text(int(row.ids[own[0]])) for row, own in zip(rows, left_out, strict=True) if own}
+                said = f"the engine did not read {' or '.join(sorted(texts)[:3])}, which is recorded {gone}"
+                yield from self._edited(chosen, rows, left_out, None, said)
 
     def _text(self, token: int) -> str:
         return f"{self._text_of(token)!r} (token {token})"
 
-    def _edited(self, at: dict[int, list[int]], token: int | None, sentence: str, back: int = 0) -> Idea:
-        """``token`` before each place; None: the token ``back`` places before is left out."""
-        predicted = self._tokens.by_row(np.full(len(self._tokens.row), np.nan))
-        for i, own in at.items():
-            row = self._tokens.rows[i]
-            ids, places = row.ids, row.places
-            cut = [place - back for place in own if place >= back]
-            moved = np.array([sum(place <= p for place in cut) for p in places])
-            edited = np.delete(ids, cut) if token is None else np.insert(ids, cut, token)
-            places = places - moved if token is None else places + moved
-            if not len(places) or places[0] < 1:
-                continue
-            predicted[i] = self._row_scored(i, edited, places, [self._sampling], {})[0]
-        return Idea("template token", sentence, np.concatenate(predicted))
-
-    def _scored(
-        self,
-        samplings: Sequence[SamplingParams],
-        *,
-        weights: dict[int, int] | None = None,
-        change: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
-    ) -> Values:
-        return scores(self._tokens, self._scorers, samplings, weights=weights or {}, change=change)
-
-    def _row_scored(
-        self,
-        i: int,
-        ids: NDArray[np.int32],
-        places: NDArray[np.int64],
-        samplings: Sequence[SamplingParams],
-        weights: dict[int, int],
-    ) -> Values:
-        return row_scores(self._tokens.version[self._tokens.row == i], self._scorers, ids, places, samplings, weights)
+    def _edited(
+        self, chosen: NDArray[np.bool_], rows: Sequence[Row], at: list[list[int]], token: int | None, sentence: str
+    ) -> Iterator[Idea]:
+        """``token`` inserted before each place of the chosen rows; None: the tokens at the places left out."""
+        edited = []
+        for row, own in zip(rows, at, strict=True):
+            moved = np.array([sum(place <= p for place in own) for p in row.places])
+            if token is None:
+                edited.append(replace(row, ids=np.delete(row.ids, own), places=row.places - moved))
+            else:
+                edited.append(replace(row, ids=np.insert(row.ids, own, token), places=row.places + moved))
+        if any(row.places[0] < 1 for row in edited):
+            return
+        predicted = np.full(len(self._tokens.row), np.nan)
+        of_edited = scores(Tokens.of(edited, self._scorers), self._scorers, [self._sampling])
+        predicted[chosen[self._tokens.row]] = of_edited[0]
+        yield Idea("template token", sentence, predicted)
 
 
 def scores(
     tokens: Tokens,
-    scorers: dict[int, Scorer],
+    scorers: Mapping[int, Scorer],
     samplings: Sequence[SamplingParams],
-    *,
-    weights: dict[int, int] | None = None,
     change: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
 ) -> Values:
-    """(S, N) log-probs of all tokens, each under its own version or the one that ``weights`` gives for it; nan where it has no weights.
+    """(S, N) log-probs of all tokens, each by the scorer of its own version; nan where there is none.
 
     ``change`` changes the scorer of a version meanwhile.
     """
     parts = tokens.by_row(tokens.version)
     found = [np.full((len(samplings), len(versions)), np.nan) for versions in parts]
-    for version in scorers:
-        used = scorers[(weights or {}).get(version, version)]
+    for version, scorer in scorers.items():
         with change(version):
-            for i, row in enumerate(tokens.rows):
-                is_own = parts[i] == version
-                if is_own.any():
-                    found[i][:, is_own] = used.logprobs(row.ids, row.places[is_own], samplings)
+            for row, versions, values in zip(tokens.rows, parts, found, strict=True):
+                if (is_own := versions == version).any():
+                    values[:, is_own] = scorer.logprobs(row.ids, row.places[is_own], samplings)
     return np.concatenate(found, axis=1)
 
 
-def row_scores(
-    versions: NDArray[np.int32],
-    scorers: dict[int, Scorer],
-    ids: NDArray[np.int32],
-    places: NDArray[np.int64],
-    samplings: Sequence[SamplingParams],
-    weights: dict[int, int],
-) -> Values:
-    """(S, N) log-probs of one row's tokens, as ``scores``."""
-    found = np.full((len(samplings), len(places)), np.nan)
-    for version in scorers.keys() & set(versions.tolist()):
-        own = versions == version
-        found[:, own] = scorers[weights.get(version, version)].logprobs(ids, places[own], samplings)
+def _read(rows: Sequence[Row], begins: Sequence[Sequence[int]]) -> Counter[int]:
+    """Tokens that were not sampled, by number; those shortly before a place where sampling began come first."""
+    found: Counter[int] = Counter()
+    for row, own in zip(rows, begins, strict=True):
+        found.update(np.delete(row.ids, row.places).tolist())
+        for begin in own:
+            found.update(dict.fromkeys(row.ids[max(0, begin - _NEAR) : begin].tolist(), len(row.ids)))
     return found
 
 

@@ -15,13 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_async.composition.logprobs import forward_settings
-from skyrl_async.config.rules.devices import engine_device
-from skyrl_async.config.schema.fields import Device, from_section
+from skyrl_async.composition.processes import vllm_config
 from skyrl_async.config.schema.run import Config
 from skyrl_async.doctor.explanations import Values
 from skyrl_async.doctor.rows import Row
 from skyrl_async.doctor.scoring import Scorer
-from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import EngineRequest, LogprobModel, PauseMode, SamplingParams
@@ -83,7 +81,7 @@ async def engine_paths(
     found = []
     for name, booted in (("booted with the weights", directory), ("after a publish", other)):
         with _errors_in(work_dir / "engine.log"):
-            engine = await VLLMEngine.start(_engine_config(config, booted))
+            engine = await VLLMEngine.start(replace(vllm_config(config, "engine-0", booted), adapter_rank=0))
         try:
             if booted is not directory:
                 await _publish(config, directory, engine, work_dir)
@@ -104,21 +102,6 @@ def _errors_in(path: Path) -> Iterator[None]:
     finally:
         os.dup2(own, 2)
         os.close(own)
-
-
-def _engine_config(config: Config, directory: Path) -> VLLMEngineConfig:
-    device, engine = engine_device(config.engine), config.engine
-    return from_section(
-        VLLMEngineConfig,
-        engine,
-        name="engine-0",
-        policy_dir=str(directory),
-        dtype=config.policy.dtype.name,
-        device=device.name,
-        enforce_eager=device is Device.cpu if engine.enforce_eager is None else engine.enforce_eager,
-        trust_remote_code=config.policy.trust_remote_code,
-        seed=config.trainer.seed,
-    )
 
 
 async def _publish(config: Config, directory: Path, engine: VLLMEngine, work_dir: Path) -> None:

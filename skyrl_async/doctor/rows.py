@@ -25,23 +25,14 @@ MAX_TOKENS_PER_ROW = 1024
 class Row:
     """One recorded training row."""
 
-    number: int
-    """In the record."""
-    step: int
     engine: str
     """The engine that sampled all of it, or ``UNKNOWN_ENGINE``."""
     trajectory: Trajectory
     """Its first ``MAX_TOKENS_PER_ROW`` response tokens."""
-
-    @property
-    def ids(self) -> NDArray[np.int32]:
-        """(P + T,) prompt and response."""
-        return np.concatenate([self.trajectory.prompt_token_ids, self.trajectory.response_token_ids])
-
-    @property
-    def places(self) -> NDArray[np.int64]:
-        """(N,) of the sampled tokens, in ``ids``."""
-        return np.flatnonzero(self.trajectory.loss_mask) + len(self.trajectory.prompt_token_ids)
+    ids: NDArray[np.int32]
+    """(P + T,) prompt and response."""
+    places: NDArray[np.int64]
+    """(N,) of the sampled tokens, in ``ids``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +95,7 @@ class Tokens:
 
 
 def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[Row]:
-    """The newest rows with tokens of these versions, as many of each version and engine as there are, in order.
+    """The newest rows with tokens of these versions, as many of each version and engine as there are.
 
     Held-out samples are left out: they may be sampled with other parameters.
 
@@ -124,9 +115,8 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
     in_turn = [
         n for turn in zip_longest(*(reversed(of_kind) for of_kind in kept.values())) for n in turn if n is not None
     ]
-    chosen = list(dict.fromkeys(in_turn))
     rows: list[Row] = []
-    for number in chosen:
+    for number in dict.fromkeys(in_turn):
         if len(rows) == num_rows:
             break
         found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
@@ -138,10 +128,10 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
             f"{_listed(seen)}, and weights of {_listed(versions)}; keep checkpoints with trainer.checkpoint_interval_steps, and texts "
             "with trainer.samples.keep"
         )
-    return sorted(rows, key=lambda row: row.number)
+    return rows
 
 
-_WHOLE = ("row", "step", "engines", "policy_versions", "reward", "old_version", "num_response_tokens", *TOKEN_COLUMNS)
+_WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *TOKEN_COLUMNS)
 
 
 def _row(found: Mapping[str, Any]) -> Row:
@@ -154,11 +144,13 @@ def _row(found: Mapping[str, Any]) -> Row:
         reward=found["reward"],
         old_version=found["old_version"],
     )
-    return Row(found["row"], found["step"], _engine(found["engines"]), first_tokens(trajectory, MAX_TOKENS_PER_ROW))
+    kept = _first_tokens(trajectory)
+    ids = np.concatenate([kept.prompt_token_ids, kept.response_token_ids])
+    return Row(_engine(found["engines"]), kept, ids, np.flatnonzero(kept.loss_mask) + len(kept.prompt_token_ids))
 
 
-def first_tokens(row: Trajectory, num: int) -> Trajectory:
-    """A row cut to its first response tokens."""
+def _first_tokens(row: Trajectory) -> Trajectory:
+    num = MAX_TOKENS_PER_ROW
     names = [name for name in TOKEN_COLUMNS if name != "prompt_token_ids" and getattr(row, name) is not None]
     return replace(row, versions=row.versions[:num], **{name: getattr(row, name)[:num] for name in names})
 

@@ -1,4 +1,4 @@
-"""Log-probs by transformers alone: one row at a time, unpacked, in one dtype, with none of the trainer's or an engine's code.
+"""Log-probs by transformers alone: one row at a time, unpacked, in one dtype, with none of the code of the trainer or of vLLM.
 
 Knows neither runs nor what might be wrong with them.
 """
@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
+from skyrl_async.inference.engines.deterministic import processed_logprobs
 from skyrl_async.training.backends.assembly import load_model
 from skyrl_async.types import SamplingParams
 
@@ -55,7 +56,7 @@ class Scorer:
         kept = torch.tensor(places - 1, device=self._device)
         logits = self._model(input_ids=read[None], use_cache=False, logits_to_keep=kept).logits[0].float()
         targets = torch.tensor(ids[places], dtype=torch.int64, device=self._device)[:, None]
-        found = [truncated(logits, sampling).log_softmax(-1).gather(-1, targets)[:, 0] for sampling in samplings]
+        found = [processed_logprobs(logits, sampling).gather(-1, targets)[:, 0] for sampling in samplings]
         return torch.stack(found).double().cpu().numpy()
 
     @property
@@ -108,24 +109,3 @@ class Scorer:
     def _layers(self) -> nn.ModuleList:
         lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
-
-
-def truncated(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logits over the temperature, ``-inf`` where truncation excludes a token. (N, V) float32.
-
-    As in vLLM: ``min_p`` and ``top_k`` before ``top_p``, which keeps the fewest tokens whose mass reaches it, ties included.
-    """
-    scaled = logits / sampling.temperature
-    if sampling.min_p > 0:
-        probabilities = scaled.softmax(-1)
-        least = sampling.min_p * probabilities.max(-1, keepdim=True).values
-        scaled = scaled.masked_fill(probabilities < least, -torch.inf)
-    if sampling.top_k > 0:
-        least = scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = scaled.sort(-1)
-        below = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        below[:, -1] = False  # the likeliest one always stays
-        scaled = scaled.masked_fill(below.scatter(-1, order, below), -torch.inf)
-    return scaled

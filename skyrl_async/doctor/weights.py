@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from skyrl_async.checkpoint.checkpointer import checkpoints_in
 from skyrl_async.composition.data import PolicyFiles, prepare_prompts
 from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import compose_config, load
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.training.workers.in_process import InProcessPolicy
-
-_PREFIX = "global_step_"
 
 
 def read_config(run_dir: Path) -> Config:
@@ -39,11 +38,7 @@ class RunWeights:
     def __init__(self, run_dir: Path, config: Config, work_dir: Path) -> None:
         self._config = config
         self._work_dir = work_dir
-        checkpoints = {
-            int(path.name.removeprefix(_PREFIX)): path / "policy"
-            for path in (run_dir / "checkpoints").glob(f"{_PREFIX}*")
-            if path.name.removeprefix(_PREFIX).isdecimal() and (path / "policy").is_dir()
-        }
+        checkpoints = {step: path / "policy" for step, path in checkpoints_in(run_dir / "checkpoints").items()}
         self._found = _exported(run_dir) | checkpoints
         self._initial: Path | None = None
 

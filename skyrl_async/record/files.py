@@ -23,6 +23,7 @@ from skyrl_async.weights.formats import sync
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from tokenizers import Tokenizer
 
 DIRECTORY = "samples"
 """Of a run's directory."""
@@ -131,6 +132,16 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
                 if len(found) >= at_most:
                     return found[:at_most]
     return found
+
+
+def read_tokenizer(run_dir: Path) -> "Tokenizer | None":
+    """The tokenizer of a run; None where there is none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(run_dir / TOKENIZER))
+    except Exception:  # its only type of error
+        return None
 
 
 def _tables(

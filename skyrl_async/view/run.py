@@ -13,7 +13,7 @@ from skyrl_async.config.help import flat
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.alarms import alarms
 from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
-from skyrl_async.record.files import DIRECTORY, TOKENIZER, files_in, find_samples, read_samples
+from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
 from skyrl_async.view.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
@@ -131,14 +131,11 @@ class ViewedRun:
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str] | None:
         """The text that each token adds; of a character in several tokens the last one has it."""
-        from tokenizers import Tokenizer
         from tokenizers.decoders import DecodeStream
 
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = Tokenizer.from_file(str(self.directory / TOKENIZER))
-            except Exception:  # its only type of error; a run of other tokens shows texts alone
-                return None
+        self._tokenizer = self._tokenizer or read_tokenizer(self.directory)
+        if self._tokenizer is None:  # a run of other tokens shows texts alone
+            return None
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 

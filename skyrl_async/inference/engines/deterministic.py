@@ -248,7 +248,7 @@ class _Sequence:
             self._num_loads = num_loads
         while self._num_cached_tokens < len(self.token_ids):
             logits = self._forward(max(self._num_prompt_tokens, self._num_cached_tokens + 1))
-        logprobs = _processed_logprobs(self._biased(logits), self._sampling)
+        logprobs = processed_logprobs(self._biased(logits)[None], self._sampling)[0]
         token = self._choose(logprobs)
         self.token_ids.append(token)
         return token, logprobs
@@ -295,8 +295,8 @@ class _Sequence:
         return min(token, int(logprobs.isfinite().nonzero()[-1]))
 
 
-def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """(V,) log-probs in nats after temperature, min_p, top_k and top_p, in vLLM's order; plain ones when greedy."""
+def processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """(N, V) log-probs in nats of (N, V) logits, after temperature, min_p, top_k and top_p, in vLLM's order; plain ones when greedy."""
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -306,10 +306,9 @@ def _processed_logprobs(logits: torch.Tensor, sampling: SamplingParams) -> torch
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
-    scores = logits.unsqueeze(0)
     for warper in warpers:
-        scores = warper(None, scores)
-    return scores[0].log_softmax(-1)
+        logits = warper(None, logits)
+    return logits.log_softmax(-1)
 
 
 def _top_logprobs(logprobs: torch.Tensor, num_top_logprobs: int) -> tuple[TopLogprobs, ...]:
