@@ -339,7 +339,7 @@ class SampleWork:
     """What generating one sample took."""
 
     seconds: float
-    """Of its last try, environment and tools included."""
+    """Duration of its last try, environment and tools included."""
     engines: tuple[str, ...] = ()
     """Engines that sampled it, in order of their first call; empty where unknown, such as over HTTP."""
 

@@ -34,7 +34,7 @@ class EndedGroup:
     group: Group
     """Its finished samples. In an evaluation ``admission_index`` is -1, and ``scheduled_version`` the version served at its start."""
     outcome: Outcome
-    """Of all samples, but for the abandoned and masked ones of a trained group."""
+    """Outcome of all samples, but for the abandoned and masked ones of a trained group."""
     step: int
     """The step that trained it, or that was in progress at its end; in an evaluation the version served."""
     reason: str | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DIRECTORY = "samples"
-"""Of a run's directory."""
+"""Folder in a run's directory."""
 TOKENIZER = "tokenizer.json"
 """Beside it: the tokenizer of the run, in the format of Hugging Face's ``tokenizers``, so that a reader knows the text of each token."""
 _NAME = re.compile(r"(\d{12})-(\d{12})(\.part|\.figures|)\.parquet")

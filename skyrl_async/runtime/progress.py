@@ -74,7 +74,7 @@ class GroupProgress:
         self._since: float | None = None
         self._samples: dict[int, SampleProgress] = {}
         self.work: dict[int, SampleWork] = {}
-        """Of samples that have ended, by index."""
+        """Work of the samples that have ended, by index."""
 
     @contextmanager
     def playing(self, sample_index: int) -> Iterator[SampleProgress]:

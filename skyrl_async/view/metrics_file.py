@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from skyrl_async.errors import CheckpointError
 
 _MAX_POINTS = 2000
-"""Of a series. The figures of a longer one are means over neighbouring steps."""
+"""Longest series. The figures of a longer one are means over neighbouring steps."""
 
 
 class MetricsFile:

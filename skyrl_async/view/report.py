@@ -12,7 +12,7 @@ from skyrl_async.view.run import MAX_ROWS, ViewedRun
 from skyrl_async.view.server import PAGE, overview
 
 _ROWS_BYTES = 16_000_000
-"""Of the texts and tokens of a run: those of the newest samples."""
+"""Limit for texts and tokens of a run; the newest samples keep theirs."""
 _ROWS_AT_ONCE = 200
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')

@@ -29,7 +29,7 @@ _FIGURES = (
     *("shaped_reward", "advantage", "seconds", "is_truncated", "num_sampled_tokens", "num_turns", "num_aborts"),
 )
 MAX_ROWS = 50_000
-"""Of one answer."""
+"""Most rows in one answer."""
 _MAX_FOUND = 10_000
 _ENGINES = "engines/"
 _PIXELS = 2000
@@ -72,7 +72,7 @@ class ViewedRun:
         return {}
 
     def series(self, names: Sequence[str]) -> dict[str, Sequence[float]]:
-        """See ``MetricsFile.series``."""
+        """The figures of these names by step; ``MetricsFile.series`` says what each holds."""
         with self._reading:
             self._metrics.read()
             return self._metrics.series(names)

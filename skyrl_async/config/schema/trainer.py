@@ -16,7 +16,7 @@ _WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_g
 _SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
 _WINDOW_SHARE = 0.3
-"""Of the groups that may be open: MiniMax's (arXiv 2605.26494, section 6.2.4), and torchtitan's default."""
+"""Share of the groups that may be open: MiniMax's (arXiv 2605.26494, section 6.2.4), and torchtitan's default."""
 _FILTERED_MINI_BATCHES = 30
 """SkyRL's ``dynamic_sampling.max_sample_batches``."""
 

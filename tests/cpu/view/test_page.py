@@ -26,6 +26,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.w
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 
+expect.set_options(timeout=20_000)  # a busy machine draws late
+
 EVIL = '<img src=x onerror="window.wasRun=1"><script>window.wasRun=1</script>\x1b[2J\u202eabc'
 TOKENIZER_OF_THE_RUN = train_tokenizer(["What is 2+2? Done 0123456789"])
 WORDS = TOKENIZER_OF_THE_RUN("What is 2+2? Done", add_special_tokens=False)["input_ids"]
