@@ -27,7 +27,7 @@ class EngineConfig:
     gpu_memory_utilization: float = bounded(0.85, gt=0, le=1)
     """Share of a GPU's memory an engine takes."""
     cpu_kv_cache_gb: int = 1
-    """KV cache on CPU, GiB."""
+    """KV cache on CPU, GiB; engines of small models take only what they can use."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs; null: on CPUs only."""
     enable_prefix_caching: bool = True

@@ -38,6 +38,8 @@ _cores: list[BaseProcess] = []
 """Core processes of the engine that this process booted last."""
 _HASHED_PER_SECOND = 128 << 20
 """Bytes per second that any core hashes: a tenth of the measured rate."""
+_CACHED_PER_SLOT = 4
+"""Sequences of full length for which a small model's cache on CPU has room, per sequence that may run: more are rarely found again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class VLLMEngineConfig:
     max_num_seqs: int = 64
     gpu_memory_utilization: float = 0.85
     cpu_kv_cache_gb: int = 1
-    """KV cache on CPU, GiB."""
+    """KV cache on CPU, GiB at most; less where that holds ``_CACHED_PER_SLOT`` times all that can run."""
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     stream_interval: int = 10
@@ -158,7 +160,21 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
             "max_lora_rank": supported_rank(config.adapter_rank),
             "lora_target_modules": adapted_modules(config.policy_dir, config.adapter_targets),
         }
-    return AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
+    vllm_config = AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
+    if config.device == "cpu" and vllm_config.cache_config.num_gpu_blocks_override is None:
+        vllm_config.cache_config.num_gpu_blocks_override = _useful_blocks(vllm_config, config.cpu_kv_cache_gb << 30)
+    return vllm_config
+
+
+def _useful_blocks(vllm_config: "VllmConfig", max_bytes: int) -> int | None:
+    """Blocks of the cache that a small model can use, or None: the core writes zeros into all of it, a second for a GiB."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    block_size = vllm_config.cache_config.block_size
+    blocks_per_sequence = -(-model.max_model_len // block_size)
+    num_blocks = _CACHED_PER_SLOT * vllm_config.scheduler_config.max_num_seqs * blocks_per_sequence
+    heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    block_bytes = 2 * block_size * heads * model.get_head_size() * model.dtype.itemsize  # keys and values
+    return num_blocks if num_blocks * block_bytes < max_bytes else None
 
 
 def is_core_killed(error: Exception) -> bool:
