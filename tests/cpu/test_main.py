@@ -33,6 +33,7 @@ from skyrl_async.metrics.trace_parts import read_spans
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.types import EngineOutput
+from tests.cpu.forked_workers import forking_executable
 from tests.cpu.metrics.test_metrics import files_of_at_most
 from tests.patience import PATIENCE_S
 
@@ -103,16 +104,22 @@ def _as_in_a_terminal() -> None:
 
 
 class Command:
-    """One ``python -m skyrl_async.main ...``; every process that descends from it can be told by its environment."""
+    """One ``python -m skyrl_async.main ...``; every process that descends from it can be told by its environment.
 
-    def __init__(self, overrides: Sequence[str], *, cwd: Path) -> None:
+    Where ``is_forked``, the program is a fork of the process that has done its imports (``forked_workers``).
+    """
+
+    def __init__(self, overrides: Sequence[str], *, cwd: Path, is_forked: bool = False) -> None:
         self._mark = uuid.uuid4().hex
+        program = [sys.executable, "-m", "skyrl_async.main"]
+        if is_forked:
+            program = [*forking_executable(), str(REPOSITORY / "skyrl_async/main.py")]
         self.stderr_path = cwd / f"stderr-{self._mark}"
         paths = [str(REPOSITORY), str(cwd), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {MARK: self._mark, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "400"}
         with self.stderr_path.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_async.main", f"cache_dir={cwd / 'cache'}", *overrides],
+                [*program, f"cache_dir={cwd / 'cache'}", *overrides],
                 cwd=cwd,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -190,8 +197,8 @@ class Outcome:
         return "\n".join(lines[index:])
 
 
-def run(*overrides: str, cwd: Path) -> Outcome:
-    with Command(overrides, cwd=cwd) as command:
+def run(*overrides: str, cwd: Path, is_forked: bool = False) -> Outcome:
+    with Command(overrides, cwd=cwd, is_forked=is_forked) as command:
         outcome = command.finish()
     assert outcome.orphans == ()
     return outcome

@@ -47,12 +47,6 @@ class FilesPolicy(ModelledPolicy):
         (directory / "rank-0" / "weights").write_text(self.mark)
 
 
-@pytest.fixture
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing takes no time; what is tested is not whether it happens."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def state(step: int) -> TrainerState:
     return TrainerState(step=step, next_admission_index=0, dataloader={}, groups=(), totals={})
 
@@ -104,7 +98,6 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], pytes
     monkeypatch.undo()
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_contract_7_a_kill_at_any_moment_of_writing_a_step_again_leaves_it_whole(
     tmp_path: Path, killed_at: Callable[[int], pytest.MonkeyPatch], num_calls: int
@@ -121,7 +114,6 @@ async def test_contract_7_a_kill_at_any_moment_of_writing_a_step_again_leaves_it
     assert names_in(tmp_path) == ["global_step_2", "global_step_4", "latest_ckpt_global_step.txt"]
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_contract_7_a_kill_while_old_ones_are_deleted_leaves_only_whole_ones(
     tmp_path: Path, killed_at: Callable[[int], pytest.MonkeyPatch], num_calls: int
@@ -280,7 +272,6 @@ def rewritten(path: Path, name: str, content: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("name", ["trainer_state.json", "groups.json", "running_groups.json"])
 async def test_a_checkpoint_with_anything_else_in_any_place_is_read_or_refused_by_its_file(
     tmp_path: Path, name: str
@@ -297,7 +288,6 @@ async def test_a_checkpoint_with_anything_else_in_any_place_is_read_or_refused_b
     assert len(refused) > 100 and all(name in reason or "has format" in reason for reason in refused)
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
@@ -328,7 +318,6 @@ async def test_a_checkpoint_of_another_version_is_refused_by_field_and_the_one_b
     assert used is not None and used.path.name == "global_step_0"
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("content", ["{", "", "[" * 100_000, "no JSON"], ids=["cut off", "empty", "deep", "text"])
 async def test_a_file_that_was_never_json_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = await checkpointer(tmp_path).write(FilesPolicy(""), open_groups())
@@ -364,7 +353,6 @@ def checkpointer(directory: Path) -> Checkpointer:
     return Checkpointer(directory, max_to_keep=0)
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("how", ["missing", "empty", "all but the last byte", "cut 1", "cut 2", "cut 3", "a byte"])
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_contract_7_a_checkpoint_damaged_in_any_file_is_refused_by_name_and_the_one_before_it_is_used(
@@ -384,7 +372,6 @@ async def test_contract_7_a_checkpoint_damaged_in_any_file_is_refused_by_name_an
     assert used.refused == (str(refused.value),)
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("num_files", range(len(WRITTEN)))
 @pytest.mark.parametrize("is_reversed", [False, True])
 async def test_contract_7_a_checkpoint_cut_off_at_any_file_boundary_is_refused(
@@ -488,7 +475,6 @@ class FullDiskPolicy(FilesPolicy):
         (directory / "rank-0" / "weights").write_text(self.mark)
 
 
-@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
 @pytest.mark.parametrize(
     "full",

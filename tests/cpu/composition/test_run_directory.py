@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,12 +26,6 @@ LATEST, FROM_PATH, EVAL_ONLY = (
     "trainer.resume_mode=from_path",
     "trainer.eval_only=true",
 )
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing takes no time; what is tested is not whether it happens."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def run_in(

@@ -266,7 +266,7 @@ async def test_an_agent_that_takes_too_long_is_abandoned_with_what_it_had_sample
         if task.sample_index == 1:
             await asyncio.Event().wait()
 
-    async with stand_in(echo) as endpoint, agents(endpoint, stall, agent_timeout_s=2.5) as generator:
+    async with stand_in(echo) as endpoint, agents(endpoint, stall, agent_timeout_s=1.5) as generator:
         rows = by_sample(await generator.generate(request(3)))
         assert rows[1].is_abandoned and rows[1].metrics["agent/timeouts"] == 1.0
         assert generator.statistics()["timeouts"] == 1.0
@@ -619,11 +619,11 @@ async def test_cancelling_a_group_kills_its_programs_and_deletes_its_sessions(re
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes that leave the group are found on Linux only")
 async def test_a_program_that_takes_too_long_is_killed_with_all_it_started(ready: Path) -> None:
-    async with stand_in(echo) as endpoint, programs(endpoint, BLOCKED_FAMILY, agent_timeout_s=5.0) as generator:
+    async with stand_in(echo) as endpoint, programs(endpoint, BLOCKED_FAMILY, agent_timeout_s=2.0) as generator:
         async with asyncio.TaskGroup() as tasks:
             group = tasks.create_task(fails(generator), name="group")
             processes = await processes_of(ready, 2)
-        assert "it took longer than generator.agent_timeout_s=5" in group.result()
+        assert "it took longer than generator.agent_timeout_s=2" in group.result()
         assert are_dead(processes) and everything_is_released(endpoint)
 
 

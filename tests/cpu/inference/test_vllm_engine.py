@@ -406,14 +406,16 @@ async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_e
         assert known.versions == output.versions[:n] and set(known.versions) == {0, 3}
     for stream in streams:
         assert all(block.finish_reason is None for block in stream.result()[:-1])
+    continued = []
     for output, request, old in zip(results, whole + streamed, before + before, strict=True):
         assert len(output.token_ids) == len(output.versions) == num_tokens
         num_old = tuple(output.versions).count(0)
         assert 0 < num_old < num_tokens and tuple(output.versions) == (0,) * num_old + (3,) * (num_tokens - num_old)
         assert output.token_ids[:num_old].tolist() == old.token_ids[:num_old].tolist()
         prompt = follow(request.prompt_token_ids, head_of(output, num_old))
-        continued = make_request("c", prompt, max_tokens=num_tokens - num_old)
-        assert output.token_ids[num_old:].tolist() == (await fresh_engine_1.generate(continued)).token_ids.tolist()
+        continued.append(make_request(f"c-{request.request_id}", prompt, max_tokens=num_tokens - num_old))
+    for output, rest in zip(results, await generate_all(fresh_engine_1, continued), strict=True):
+        assert output.token_ids[-len(rest.token_ids) :].tolist() == rest.token_ids.tolist()
 
 
 async def test_a_new_request_does_not_see_prefixes_cached_under_the_old_weights(

@@ -70,7 +70,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, overrides: list[str]) -> 
     places = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     for place in places:
         (place / "rewards.py").write_text(REWARDS)
-    with Command(overrides, cwd=places[0]) as first, Command(overrides, cwd=places[1]) as second:
+    first, second = (Command(overrides, cwd=place, is_forked=True) for place in places)
+    with first, second:
         ended = (first.finish(), second.finish())
     for outcome in ended:
         assert outcome.code == 0, outcome.stderr
@@ -133,7 +134,7 @@ def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_file
 
     evaluating = [*overrides, "trainer.resume_mode=latest", "trainer.eval_only=true", "evaluation.num_prompts=4"]
     (out / "evaluation.json").write_text("of an evaluation before")
-    outcome = run(*evaluating, cwd=out.parent)
+    outcome = run(*evaluating, cwd=out.parent, is_forked=True)
     assert outcome.code == 0, outcome.stderr
     for path, content in before.items():
         assert path.exists(), path

@@ -3,10 +3,8 @@
 import asyncio
 import itertools
 import json
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,14 +37,6 @@ LONG_TAILED = SimulationSettings(
 )
 STEP_S = 3.0
 """Gradients, optimizer, send and load of a step whose groups are there take less."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_disk() -> Iterator[None]:
-    """Syncing takes no time; what is tested is not whether it happens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
 
 
 def trained(simulation: Simulation) -> list[tuple[int, ...]]:
