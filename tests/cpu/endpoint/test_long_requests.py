@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import math
+import multiprocessing
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
-from benchmarks.endpoint_freeze import front_end, measure
+from benchmarks import endpoint_freeze
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.chat.spelling import Speller
 from skyrl_async.config.schema.server import ServerConfig
@@ -362,10 +363,14 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
 
 
 @pytest.mark.slow
-async def test_a_stream_goes_on_beside_a_huge_body() -> None:
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+async def test_a_stream_goes_on_beside_a_huge_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is generous: machines are shared. Tokenizing this body takes seconds."""
-    with front_end(512) as served:
-        row = await measure(served, "prompt", num_bodies=1, mib=4, settle_s=0.5)
+    monkeypatch.setattr(
+        endpoint_freeze, "_SPAWN", multiprocessing.get_context("fork")
+    )  # of what this process has imported
+    with endpoint_freeze.front_end(512) as served:
+        row = await endpoint_freeze.measure(served, "prompt", num_bodies=1, mib=4, settle_s=0.5)
     assert row["statuses"] in ({400: 1}, {401: 1})
     assert row["longest_gap_s"] < 2 and row["longest_health_s"] < 2
     assert row["rss_after_mib"] < row["rss_before_mib"] + 300
