@@ -54,11 +54,11 @@ class Fault:
     """SIGSTOP for good instead of SIGKILL; the trainer, which nothing watches over, is let go again after 3 s."""
     at_step: int
     survived: bool
-    """The run went on, by itself or (the trainer killed) when it was taken up."""
+    """The run went on, by itself or (the trainer killed) when it was resumed."""
     seconds: float
     """Until ``_STEPS_AFTER`` more steps were complete."""
     is_interrupted: bool
-    """Ctrl-C came upon it, and the run was taken up."""
+    """Ctrl-C came upon it, and the run was resumed."""
     killed_coming_up: Role | None
     """What was killed then while the run came up again."""
     problems: dict[str, int]
@@ -216,7 +216,7 @@ class Attack:
         step = self._run.step
         self._run.resume()
         if not self._run.wait(lambda: self._run.step >= step + _STEPS_AFTER, _BOOT_TIMEOUT_S):
-            raise RuntimeError(f"the run cannot be taken up, see {self._run.output_path}")
+            raise RuntimeError(f"the run cannot be resumed, see {self._run.output_path}")
 
 
 def write_workplace(directory: Path) -> set[str]:

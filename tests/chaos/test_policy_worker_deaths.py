@@ -118,7 +118,7 @@ def kill_policy_worker(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_and_then_the_run_can_be_taken_up(
+def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_and_then_the_run_can_be_resumed(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "out"

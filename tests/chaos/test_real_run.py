@@ -43,7 +43,7 @@ def test_a_real_run_begins_although_processes_are_killed_while_they_come_up(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_upon_a_frozen_engine_leaves_nothing_and_the_run_is_taken_up(tmp_path: Path) -> None:
+def test_ctrl_c_upon_a_frozen_engine_leaves_nothing_and_the_run_is_resumed(tmp_path: Path) -> None:
     """Environments are played in process, as by default."""
     attack = Attack(tmp_path, seed=0, roles=(Role.engine,), kinds=("frozen",), generator="gym", interrupt_every=1)
     (fault,) = attack.run(1)

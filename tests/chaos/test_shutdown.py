@@ -101,7 +101,7 @@ def test_a_run_that_is_asked_to_end_saves_its_step_and_ends_cleanly(workplace: P
 
 
 @pytest.mark.slow
-def test_contract_7_a_run_whose_endpoint_died_too_often_saves_and_is_taken_up(workplace: Path) -> None:
+def test_contract_7_a_run_whose_endpoint_died_too_often_saves_and_is_resumed(workplace: Path) -> None:
     out = workplace / "out"
     overrides = [*SMALL, "evaluation.num_prompts=0", f"trainer.output_dir={out}"]
     endless = [FOR_EVER, "trainer.checkpoint_interval_steps=1000", "generator=gym_http", "server.max_restarts=0"]
@@ -120,8 +120,8 @@ def test_contract_7_a_run_whose_endpoint_died_too_often_saves_and_is_taken_up(wo
     assert saved["step"] >= 2, "no checkpoint was due, but for the end"
     last = saved["step"] + 2
     resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
-    taken_up = run(*overrides, *NO_VLLM, *resume, cwd=workplace)
-    assert taken_up.code == 0, taken_up.stderr
+    resumed = run(*overrides, *NO_VLLM, *resume, cwd=workplace)
+    assert resumed.code == 0, resumed.stderr
     assert set(trained) < set(assert_ledger_is_exact(out))
     steps = [row["step"] for row in read_rows(out / "metrics.jsonl") if "reward/mean" in row]
     assert steps == list(range(1, last + 1))
@@ -161,12 +161,12 @@ def test_a_second_run_is_refused_a_second_ctrl_c_ends_at_once_and_a_damaged_chec
     (damaged / "groups.json").write_text("[")
     (out / "checkpoints" / "latest_ckpt_global_step.txt").write_text("9")
     (out / "checkpoints" / ".partial-global_step_10").mkdir()
-    taken_up = run(*small, "trainer.num_steps=4", "trainer.resume_mode=latest", cwd=workplace)
-    assert taken_up.code == 0, taken_up.stderr
+    resumed = run(*small, "trainer.num_steps=4", "trainer.resume_mode=latest", cwd=workplace)
+    assert resumed.code == 0, resumed.stderr
     said = f"checkpoint {damaged} is damaged: groups.json has 1 bytes, expected"
-    assert said in taken_up.stderr and said in (out / "run.log").read_text()
-    assert f"{newest.name} is resumed instead" in taken_up.stderr
-    assert f"[resuming {newest.name}]" in taken_up.stdout
+    assert said in resumed.stderr and said in (out / "run.log").read_text()
+    assert f"{newest.name} is resumed instead" in resumed.stderr
+    assert f"[resuming {newest.name}]" in resumed.stdout
     assert not (out / "checkpoints" / ".partial-global_step_10").exists()
 
 

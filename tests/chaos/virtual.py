@@ -79,9 +79,9 @@ class VirtualFault(StrEnum):
     fail_sample = "a sample fails"
     hang_sample = "a sample hangs"
     fill_disk = "the disk is full until something else happens"
-    kill_trainer = "the trainer is killed and taken up"
-    interrupt = "Ctrl-C: the trainer ends, and is taken up"
-    interrupt_twice = "Ctrl-C twice: the trainer ends at once, and is taken up"
+    kill_trainer = "the trainer is killed and resumed"
+    interrupt = "Ctrl-C: the trainer ends, and is resumed"
+    interrupt_twice = "Ctrl-C twice: the trainer ends at once, and is resumed"
 
 
 INTERRUPTS = (VirtualFault.interrupt, VirtualFault.interrupt_twice)

@@ -28,7 +28,7 @@ class Survivals:
         self._open: list[int] = []
         """The step of each fault after which the run has not gone on yet."""
         self.last_step = 0
-        """The furthest one seen; a run that is taken up stands before it."""
+        """The furthest one seen; a run that is resumed stands before it."""
         self.num_faults = 0
         self.num_survived = 0
 
@@ -78,7 +78,7 @@ class VirtualAttack:
 def attack_virtually(
     directory: Path, *, num_faults: int, seed: int, settings: SimulationSettings = SETTINGS
 ) -> VirtualAttack:
-    """A run under ``num_faults`` random faults, audited at the end. One that ends is taken up from its last checkpoint."""
+    """A run under ``num_faults`` random faults, audited at the end. One that ends is resumed from its last checkpoint."""
     rng = random.Random(seed)
     with without_syncing():
         run = VirtualRun(directory, replace(settings, seed=seed))
@@ -86,11 +86,11 @@ def attack_virtually(
         survivals = Survivals(run)
         for _ in range(num_faults):
             fault = rng.choice(list(VirtualFault))
-            with _taken_up(run, survivals, after=str(fault)):
+            with _resumed(run, survivals, after=str(fault)):
                 survivals.strike(fault)
                 survivals.go_on(rng.expovariate(1 / 5.0))
         run.repair_disk()
-        with _taken_up(run, survivals, after="the last fault"):
+        with _resumed(run, survivals, after="the last fault"):
             survivals.go_on(300.0)
         found = run.audit()
         run.close()
@@ -100,7 +100,7 @@ def attack_virtually(
 
 
 @contextlib.contextmanager
-def _taken_up(run: VirtualRun, survivals: Survivals, *, after: str) -> Iterator[None]:
+def _resumed(run: VirtualRun, survivals: Survivals, *, after: str) -> Iterator[None]:
     try:
         yield
     except Exception:

@@ -39,7 +39,7 @@ def test_a_long_run_under_a_hundred_faults_loses_nothing(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_fault_that_ends_the_run_is_not_counted_as_survived(tmp_path: Path) -> None:
-    """No sample may fail, and the trainer is taken up after the one that does."""
+    """No sample may fail, and the trainer is resumed after the one that does."""
     fragile = replace(SETTINGS, max_retries=0, max_failed_fraction=0.0)
     attack = attack_virtually(tmp_path, num_faults=30, seed=0, settings=fragile)
     assert 0 < attack.survived < 30
@@ -70,7 +70,7 @@ def test_an_attack_keeps_its_directory_and_says_where_unless_everything_was_surv
     def attack(directory: Path, arguments: object) -> dict[str, Any]:
         (directory / "run.log").touch()
         if survived is None:
-            raise RuntimeError("the run cannot be taken up")
+            raise RuntimeError("the run cannot be resumed")
         return {"kills": 3, "survived": survived, "lost": lost}
 
     monkeypatch.setattr(command, "_attack", attack)

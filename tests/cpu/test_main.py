@@ -296,10 +296,10 @@ def killed(workplace: Path, forked_workers: None) -> tuple[Path, Outcome]:
 
 @pytest.fixture(scope="module")
 def finished(killed: tuple[Path, Outcome], workplace: Path) -> tuple[Path, int, list[str], Outcome]:
-    """The same run taken up on one device, and finished after more steps than there are finished groups for: with what it began with."""
+    """The same run resumed on one device, and finished after more steps than there are finished groups for: with what it began with."""
     run_dir, _ = killed
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
-    shutil.copytree(state(run_dir)[0], workplace / "taken_up")
+    shutil.copytree(state(run_dir)[0], workplace / "resumed")
     (workplace / "recording.py").write_text(RECORDING)
     outcome = run(
         *SMALL,
@@ -341,7 +341,7 @@ def test_groups_that_were_running_at_kill_9_go_on_with_their_tokens_of_the_versi
     run_dir, first, _, _ = finished
     played = dict(map(json.loads, (workplace / "rows.jsonl").read_text().splitlines()))
     num_continued = 0
-    for admission_index, index, begun in begun_samples(workplace / "taken_up"):
+    for admission_index, index, begun in begun_samples(workplace / "resumed"):
         columns = [list(column) for column in (begun.token_ids, begun.logprobs, begun.versions)]
         row = played[admission_index][index]
         assert [column[: len(columns[0])] for column in row] == columns
@@ -353,7 +353,7 @@ def test_groups_that_were_running_at_kill_9_go_on_with_their_tokens_of_the_versi
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_taken_up_and_finishes_with_all_its_files(
+def test_a_killed_run_is_resumed_and_finishes_with_all_its_files(
     killed: tuple[Path, Outcome], finished: tuple[Path, int, list[str], Outcome]
 ) -> None:
     run_dir, first, trained, outcome = finished

@@ -189,10 +189,10 @@ def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_a
         outcome: tuple(tuple(token_logprobs(of, outcome).tolist()) for of in (LOGITS, REFERENCE))
         for outcome in OUTCOMES
     }
-    credit = StepAdvantages(AdvantageEstimator(compute=rloo_advantages), penalty(name, coefficient=0.3))
+    estimate = StepAdvantages(AdvantageEstimator(compute=rloo_advantages), penalty(name, coefficient=0.3))
 
     def advantages(outcomes: tuple[Outcome, ...]) -> tuple[float, ...]:
-        (found,) = credit([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
+        (found,) = estimate([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
         return found.advantages
 
     leaf = LOGITS.clone().requires_grad_()
@@ -277,6 +277,6 @@ class TestInTheLoop:
             StepAdvantages(penalty=penalty(coefficient=0.1)),
             StepAdvantages(penalty=penalty(coefficient=0.1, target=0.05)),
         )
-        for credit in (fixed, adaptive):
-            credit.restore(0.7)
+        for estimate in (fixed, adaptive):
+            estimate.restore(0.7)
         assert (fixed.kl_coef, adaptive.kl_coef, StepAdvantages().kl_coef) == (0.1, 0.7, None)

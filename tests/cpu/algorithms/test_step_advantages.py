@@ -17,7 +17,7 @@ SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_ba
 
 
 @pytest.mark.parametrize(("streamed", "num_at_once"), [(False, 4), (True, 1)])
-def test_all_groups_of_a_step_are_credited_together_unless_it_streams(streamed: bool, num_at_once: int) -> None:
+def test_all_groups_of_a_step_get_their_advantages_together_unless_it_streams(streamed: bool, num_at_once: int) -> None:
     seen: list[int] = []
     record = KeptGroups()
 

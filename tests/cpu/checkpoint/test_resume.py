@@ -1,4 +1,4 @@
-"""Contracts 1 and 7 in virtual time: a run thrown away at any moment and taken up from its directory trains each prompt once."""
+"""Contracts 1 and 7 in virtual time: a run thrown away at any moment and resumed from its directory trains each prompt once."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ class Walk:
 
 
 class RestorableWalk(Walk):
-    """One that can be taken up on its way."""
+    """One that can be resumed on its way."""
 
     def snapshot(self) -> dict[str, int]:
         return {"num_left": self.num_left}

@@ -58,7 +58,7 @@ def from_path(path: Path) -> list[str]:
     return [FROM_PATH, f"trainer.resume_path={path}"]
 
 
-def step_taken_up(run_dir: Path, *overrides: str) -> int | None:
+def resumed_step(run_dir: Path, *overrides: str) -> int | None:
     """By ``resume_mode``, with what it sets aside set aside."""
     config = config_in(run_dir, *overrides)
     start = checkpoint_to_resume(config, run_dir)
@@ -123,7 +123,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_its_record_is
 @pytest.mark.parametrize("steps", [(), (0,)], ids=["nothing", "an evaluation"])
 def test_no_record_of_a_run_that_trained_no_step_is_set_aside(tmp_path: Path, steps: tuple[int, ...]) -> None:
     run_dir = run_in(tmp_path / "run", steps=steps)
-    assert step_taken_up(run_dir, LATEST) is None
+    assert resumed_step(run_dir, LATEST) is None
     assert not (run_dir / "set_aside_1").exists()
 
 
@@ -169,11 +169,11 @@ def test_contract_7_a_checkpoint_of_another_run_is_not_resumed_into_a_run_and_le
 def test_a_run_that_began_with_another_s_checkpoint_begins_with_it_again_until_it_has_its_own(tmp_path: Path) -> None:
     other = run_in(tmp_path / "a", checkpoints=[20]) / "checkpoints" / "global_step_20"
     run_dir = run_in(tmp_path / "b", steps=[20, 21])
-    assert step_taken_up(run_dir, *from_path(other)) == 20
+    assert resumed_step(run_dir, *from_path(other)) == 20
     assert steps_in(run_dir / "set_aside_1") == [[20, 21], [20, 21]]
-    assert step_taken_up(run_dir, LATEST, f"trainer.resume_path={other}") == 20
+    assert resumed_step(run_dir, LATEST, f"trainer.resume_path={other}") == 20
     run_in(run_dir, steps=[21, 22], checkpoints=[22])
-    assert step_taken_up(run_dir, LATEST, f"trainer.resume_path={other}") == 22
+    assert resumed_step(run_dir, LATEST, f"trainer.resume_path={other}") == 22
     assert steps_in(run_dir) == [[21, 22], [21, 22]]
 
 
@@ -187,8 +187,8 @@ def test_contract_7_a_run_that_goes_back_keeps_what_came_later_and_goes_on_from_
     assert said is not None and "goes back to step 20: global_step_40, global_step_30 and" in said
     assert str(aside) in said and f"{run_dir}/set_aside_1" in said
     assert sorted(path.name for path in aside.iterdir()) == ["global_step_30", "global_step_40"]
-    assert steps_in(run_dir / "set_aside_1") == [[*range(1, 48)]] * 2 == steps_in(run_dir), "cut when it is taken up"
-    assert step_taken_up(run_dir, LATEST) == 20
+    assert steps_in(run_dir / "set_aside_1") == [[*range(1, 48)]] * 2 == steps_in(run_dir), "cut when it is resumed"
+    assert resumed_step(run_dir, LATEST) == 20
     assert set_aside_records(config, run_dir, checkpoint_to_resume(config, run_dir)) is None, "it is there already"
 
     back = config_in(run_dir, *from_path(aside / "global_step_40"))
@@ -216,19 +216,19 @@ def test_contract_7_a_run_killed_while_it_goes_back_can_be_resumed_and_has_its_r
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename_or_die)
         try:
-            step_taken_up(run_dir, *overrides)
+            resumed_step(run_dir, *overrides)
         except Killed:
             assert num_renames < 2
-    assert step_taken_up(run_dir, LATEST) == (40, 30, 20, 20)[num_renames]
+    assert resumed_step(run_dir, LATEST) == (40, 30, 20, 20)[num_renames]
     assert steps_in(run_dir) == [[*range(1, 41)]] * 2
-    assert step_taken_up(run_dir, *overrides) == 20
-    assert step_taken_up(run_dir, LATEST) == 20
+    assert resumed_step(run_dir, *overrides) == 20
+    assert resumed_step(run_dir, LATEST) == 20
 
 
 def test_an_evaluation_of_an_earlier_checkpoint_moves_nothing(tmp_path: Path) -> None:
     run_dir = run_in(tmp_path / "run", steps=range(1, 41), checkpoints=[20, 40])
     before = files_in(run_dir)
-    assert step_taken_up(run_dir, *from_path(run_dir / "checkpoints" / "global_step_20"), EVAL_ONLY) == 20
+    assert resumed_step(run_dir, *from_path(run_dir / "checkpoints" / "global_step_20"), EVAL_ONLY) == 20
     assert files_in(run_dir) == before
 
 

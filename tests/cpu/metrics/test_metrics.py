@@ -61,7 +61,7 @@ def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> 
     clock.now += 1000
     before = path.read_text()
     MetricsLog(path, resume_step=3, clock=clock).close()
-    assert path.read_text() == before, "nothing was taken up"
+    assert path.read_text() == before, "nothing was read"
     log = MetricsLog(path, resume_step=3, clock=clock)
     log.begin()
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]

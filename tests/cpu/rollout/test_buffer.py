@@ -92,7 +92,7 @@ def test_a_cancelled_consumer_loses_no_group() -> None:
     assert run_in_virtual_time(main()) == 1
 
 
-def test_more_groups_than_credits_and_groups_after_the_end_are_broken_invariants() -> None:
+def test_more_groups_than_were_admitted_and_groups_after_the_end_are_broken_invariants() -> None:
     buffer = GroupBuffer(1)
     buffer.put(group(0))
     with pytest.raises(StateError, match="staleness manager admits"):

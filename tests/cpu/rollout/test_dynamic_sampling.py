@@ -308,7 +308,7 @@ def test_rare_signals_do_not_stop_a_run_that_finds_them() -> None:
     assert simulation.trainer.totals.filtered_groups > 40
 
 
-def test_finished_groups_of_a_checkpoint_made_without_it_are_filtered_when_they_are_taken_up(tmp_path: Path) -> None:
+def test_finished_groups_of_a_checkpoint_made_without_it_are_filtered_when_they_are_resumed(tmp_path: Path) -> None:
     job = replace(FILTERING, num_steps=None, num_epochs=1, checkpoint_interval_steps=2, step_seconds=30.0)
     simulate(replace(job, sample_full_batch=False), 0.3, checkpoint_dir=tmp_path)
     resumed = simulate(job, 0.3, tmp_path / "global_step_2")

@@ -335,19 +335,19 @@ def test_groups_restored_from_a_checkpoint_fit_the_capacity_and_the_bound(
     finished = [group for group in groups if not are_running[group.index]]
     running = [group for group in groups if are_running[group.index]]
     manager = _AsyncStalenessManager(100, batch, bound)
-    taken_up = drive(
+    resumed = drive(
         manager.load_state_from_checkpoint(version, 100, finished, running=running, holds_bound=holds_bound)
     )
-    assert manager.num_running == sum(are_running[admission.index] for admission in taken_up)
-    assert list(taken_up) == sorted(taken_up, key=lambda a: a.index)
-    assert manager.capacity + len(taken_up) == (bound + 1) * batch
+    assert manager.num_running == sum(are_running[admission.index] for admission in resumed)
+    assert list(resumed) == sorted(resumed, key=lambda a: a.index)
+    assert manager.capacity + len(resumed) == (bound + 1) * batch
     admitted = [drive(manager.acquire_submission_slot()) for _ in range(manager.capacity)]
     assert all(admission.index >= 100 for admission in admitted)
     if holds_bound:
-        for place, admission in enumerate(taken_up):
+        for place, admission in enumerate(resumed):
             assert version + place // batch - admission.scheduled_version <= bound
         num_free = batch
-        for admission in taken_up:
+        for admission in resumed:
             assert manager.may_train(admission.scheduled_version, num_free)
             if are_running[admission.index]:
                 drive(manager.on_rollout_accepted(admission))
@@ -402,7 +402,7 @@ def test_while_the_trainer_waits_finished_groups_make_room() -> None:
     assert manager.capacity == 1
 
 
-def test_more_running_groups_than_workers_are_taken_up_and_none_admitted_until_enough_have_ended() -> None:
+def test_more_running_groups_than_workers_are_resumed_and_none_admitted_until_enough_have_ended() -> None:
     manager = _AsyncStalenessManager(2, 4, 1)
     running = [Admission(index=i, scheduled_version=3) for i in range(3)]
     assert drive(manager.load_state_from_checkpoint(3, 9, running=running)) == tuple(running)

@@ -78,7 +78,7 @@ class AnyMoves(RuleBasedStateMachine):
             with pytest.raises(StageError, match="any is done: it takes no further item"):
                 lane.wait_for_input("item")
             return
-        lane.wait_for_input("item")  # from anywhere: the one before is through, or another is taken up
+        lane.wait_for_input("item")  # from anywhere: the one before is through, or another is taken
         self.num_through += where[0] in (StageState.PROCESSING, StageState.WAITING_FOR_OUTPUT)
         where[0] = StageState.WAITING_FOR_INPUT
 

@@ -127,7 +127,7 @@ AFTERWARDS: dict[str, Callable[[Simulation, ShutdownRequest], None]] = {
 RESAMPLING = replace(
     BUSY_TRAINER, staleness_policy="resample", max_staleness_steps=1, mean_tokens=200.0, sigma=1.2, step_seconds=0.5
 )
-"""Groups are redrawn all the time."""
+"""Groups are requeued all the time."""
 
 
 @pytest.mark.slow

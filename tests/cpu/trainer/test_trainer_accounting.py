@@ -272,7 +272,7 @@ def test_contract_7_a_run_resumes_with_another_batch_size_bound_or_number_of_wor
 
 def test_contract_1_a_group_requeued_when_all_data_was_drawn_is_drawn_again_and_trained() -> None:
     """At the end nothing is generated any more; what waits in the buffer is overtaken by the steps made of what is before it."""
-    num_redrawn = 0
+    num_requeued = 0
     for seed in range(4):
         simulation = simulate(
             SimulationSettings(
@@ -290,11 +290,11 @@ def test_contract_1_a_group_requeued_when_all_data_was_drawn_is_drawn_again_and_
         )
         assert states(simulation)["trained_total"] == 31
         assert max(logged(simulation, "async/staleness_max")) <= 1
-        num_redrawn += simulation.trainer.totals.requeued_groups
-    assert num_redrawn > 0
+        num_requeued += simulation.trainer.totals.requeued_groups
+    assert num_requeued > 0
 
 
-def test_contract_7_with_the_same_settings_every_finished_group_is_taken_up(tmp_path: Path) -> None:
+def test_contract_7_with_the_same_settings_every_finished_group_is_resumed(tmp_path: Path) -> None:
     settings = replace(LONG_TAILED, checkpoint_interval_steps=1, step_seconds=30.0)
     simulate(settings, checkpoint_dir=tmp_path)
 
