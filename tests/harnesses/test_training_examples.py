@@ -82,7 +82,7 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(
     name: str, joined_ray: str, tmp_path: Path
 ) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    outcome = run(*commands_of(name)[0], *CUT, joined_ray, cwd=tmp_path)
+    outcome = run(*commands_of(name)[0], *CUT, joined_ray, cwd=tmp_path, is_forked=True)
     assert outcome.code == 0, outcome.stderr
 
     out = tmp_path / "out"
@@ -111,7 +111,7 @@ def test_the_command_of_a_readme_trains_on_its_own_prompts_with_its_own_reward(
 def trained_by(command: list[str], joined_ray: str, tmp_path: Path) -> list[dict[str, Any]]:
     """The steps of a command, cut short."""
     starts_ray = any(word.startswith("placement.num_cpu_slots=") for word in command)  # of so many slots
-    outcome = run(*command, *SMALL, *([] if starts_ray else [joined_ray]), cwd=tmp_path)
+    outcome = run(*command, *SMALL, *([] if starts_ray else [joined_ray]), cwd=tmp_path, is_forked=True)
     assert outcome.code == 0, outcome.stderr
     steps = [row for row in read_rows(tmp_path / "out" / "metrics.jsonl") if "policy/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
