@@ -334,7 +334,8 @@ class VLLMEngine:
                 stop_token_ids=self._stop_token_ids,
                 stream_interval=self._config.stream_interval,
             )
-            params.prompt_logprobs = 0 if scores_prompt else None
+            if scores_prompt:  # a cached prefix would have no log-probs
+                params.prompt_logprobs, params.skip_reading_prefix_cache = 0, True
             lora = None if self._adapter is None else self._adapter.lora_request
             calls = self._llm.generate(prompt, params, request.request_id, lora_request=lora, priority=request.priority)
             async with contextlib.aclosing(calls) as outputs:

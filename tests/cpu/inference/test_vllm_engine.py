@@ -122,6 +122,14 @@ async def test_an_engine_tells_how_much_of_a_prompt_it_had_cached(engine_0: VLLM
     assert {block.num_cached_tokens for block in blocks} == {again.num_cached_tokens}
 
 
+async def test_log_probs_of_a_prompt_are_those_of_its_decode_though_a_prefix_is_cached(engine_0: VLLMEngine) -> None:
+    prompt = tuple(9 + i % 280 for i in range(300))
+    output = await engine_0.generate(make_request("decoded", prompt, max_tokens=20, temperature=1.0))
+    computed = await engine_0.prompt_logprobs("read", follow(prompt, output))
+    assert len(computed) == 319
+    assert computed[-20:] == pytest.approx(output.logprobs, abs=1e-4)
+
+
 async def test_stop_tokens_the_minimum_the_bias_allowed_tokens_and_bad_words_are_obeyed(engine_0: VLLMEngine) -> None:
     names = itertools.count()
 
