@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -363,6 +364,15 @@ class VLLMEngine:
             found = output.prompt_logprobs or ()
         pairs = zip(token_ids.tolist()[1:], found[1:], strict=True)
         return column([position[token].logprob for token, position in pairs], np.float32)
+
+    async def write_layer_outputs(self, request_id: str, token_ids: TokenIds, path: Path) -> None:
+        """Write what each decoder layer computes of a prompt, as ``LayerOutputs`` keeps it, to a safetensors file.
+
+        No other request may run meanwhile. Raises as ``generate``.
+        """
+        await self._on_workers("record layers", "record_layers")
+        await self.prompt_logprobs(request_id, token_ids)  # reads no cached prefix
+        await self._on_workers("write layers", "write_layers", str(path))
 
     def _request_state(self, request_id: str) -> Any:
         """The frontend's record of a running request. Only a request's last output has its tokens' versions."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
@@ -35,6 +36,7 @@ from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
+from skyrl_async.inference.layer_outputs import LayerOutputs
 from skyrl_async.inference.vllm.outcomes import report_from_thread
 from skyrl_async.inference.vllm.weight_receiver import Bucket, WeightReceiver, mapped_buckets
 from skyrl_async.weights.shared_tensor import device_key, opened
@@ -52,6 +54,7 @@ class WorkerExtension:
 
     _receiver: WeightReceiver | None = None
     _staged: "tuple[str, _Twin] | None" = None
+    _layer_outputs: LayerOutputs
 
     def connect_transfer(self, init_info: dict[str, Any]) -> None:
         """Prepare to receive in a group: the values of its ``GroupPlace``, and this engine's ``rank`` >= 1.
@@ -127,6 +130,16 @@ class WorkerExtension:
 
     def _model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+    def record_layers(self) -> None:
+        """Keep what each decoder layer computes from now on."""
+        self._layer_outputs = LayerOutputs(self._model())
+
+    def write_layers(self, path: str) -> None:
+        """Write what was kept to a safetensors file, and keep no more; one worker does, all have the same."""
+        outputs = self._layer_outputs.close()
+        if self.rank == 0:  # type: ignore[attr-defined]
+            save_file(outputs, path)
 
     def put_blank_adapter(self, name: str, adapter_id: int, rank: int) -> None:
         """Add an adapter of zeros: the one that vLLM warms up with."""
