@@ -1,8 +1,10 @@
 """Says why engine and trainer disagree about log-probs, and whether it matters.
 
 uv run -m skyrl_async.doctor outputs/RUN                  every way of computing log-probs, on rows of the run
+uv run -m skyrl_async.doctor outputs/RUN --prompts FILE   the same on new answers of an engine, to prompts of a file or of the run ("run")
 uv run -m skyrl_async.doctor outputs/RUN --no-engine      without booting an engine
 uv run -m skyrl_async.doctor outputs/RUN --json FILE      the figures too
+uv run -m skyrl_async.doctor outputs/RUN KEY=VALUE ...    as the run would be with other settings
 
 Exit codes: 0 healthy, 1 something is wrong, 2 the run cannot be examined.
 """
@@ -24,15 +26,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="skyrl_async.doctor", description="Says why engine and trainer disagree.")
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run, such as outputs/RUN")
-    parser.add_argument("--rows", type=int, default=64, help="rows to examine at most (default: 64)")
+    settings = "settings to replace in the run's configuration, such as policy.dtype=float32"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=settings)
+    parser.add_argument("--rows", type=int, default=64, help="rows, or prompts, to examine at most (default: 64)")
+    prompts = "sample new answers with the newest weights and examine those: a .jsonl or .parquet file, or 'run' for the run's own prompts"
+    parser.add_argument("--prompts", metavar="FILE", help=prompts)
     parser.add_argument("--no-engine", action="store_true", help="boot no engine; judge it by what it has recorded")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.rows < 1:
         parser.error(f"--rows must be at least 1, got {given.rows}")
+    if given.prompts is not None and given.no_engine:
+        parser.error("--prompts needs an engine to answer them: leave out --no-engine")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        found = asyncio.run(examine(given.run, num_rows=given.rows, with_engine=not given.no_engine, say=_say))
+        examining = examine(
+            given.run,
+            num_rows=given.rows,
+            prompts=given.prompts,
+            with_engine=not given.no_engine,
+            overrides=given.overrides,
+            say=_say,
+        )
+        found = asyncio.run(examining)
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(found) | {"is_healthy": found.is_healthy}, indent=2))
     except (SkyRLAsyncError, OSError) as error:
@@ -49,8 +65,9 @@ def _say(line: str) -> None:
 def report(found: Examination) -> str:
     """The examination as text."""
     versions = ", ".join(map(str, found.versions))
+    rows = "recorded rows" if found.is_recorded else "answers sampled now"
     lines = [
-        f"{found.num_tokens:,} sampled tokens of {found.num_rows} rows, policy version {versions}",
+        f"{found.num_tokens:,} tokens of {found.num_rows} {rows}, policy version {versions}",
         "",
         "Nats, compared with transformers, one row at a time, in float32:",
         f"  {'':42} {'tokens':>8} {'mean |gap|':>11} {'mean gap':>11} {'largest':>9}",

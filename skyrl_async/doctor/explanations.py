@@ -9,30 +9,31 @@ bfloat16's, such an idea explains little and is still certain where c is near 1 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.doctor.rows import Row, Tokens
-from skyrl_async.doctor.scoring import HEAD, Scorer
+from skyrl_async.doctor.scoring import HEAD, Scorer, Values, scores
 from skyrl_async.types import SamplingParams
 
-Values: TypeAlias = NDArray[np.float64]
 ENOUGH = 0.5
 """Share of a gap from which on an idea is named."""
 CERTAIN = 6.0
 """Standard errors from which on an idea about weights is named whatever it explains; some hundred ideas are tried."""
 _CLEAR = 0.95
 """Share after which dearer ideas are not tried."""
-_TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
+_TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Relative to the configured one."""
-_TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
-_TOP_K = (2, 5, 10, 20, 40, 50, 100)
-_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+_TRUNCATIONS: dict[str, tuple[float, ...]] = {
+    "top_p": (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99),
+    "top_k": (2, 5, 10, 20, 40, 50, 100),
+    "min_p": (0.01, 0.02, 0.05, 0.1, 0.2),
+}
+_OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _MAX_EDITED_ROWS, _MAX_EDITED_TOKENS = 8, 4096
 _MAX_BACK = 4
 _NEAR_ONE = (0.5, 1.5)
@@ -65,8 +66,8 @@ class Explanation:
 
 
 def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
-    """Judge an idea by tokens: (N,) recorded log-probs, and those of the model."""
-    known = ~np.isnan(idea.predicted)
+    """Judge an idea by tokens: (N,) recorded log-probs, and those of the model; nan where it is unknown."""
+    known = ~np.isnan(idea.predicted) & ~np.isnan(model)
     gap, change = (recorded - model)[known], (idea.predicted - model)[known]
     total = float(gap @ gap)
     if total == 0 or not np.isfinite(change).all():
@@ -81,14 +82,11 @@ def judged(idea: Idea, recorded: Values, model: Values) -> Explanation:
     return Explanation(idea.kind, idea.sentence, explained, fitted / max(error, 1e-30) if is_near else 0.0)
 
 
-def best_explanation(
-    ideas: Sequence[Iterable[Idea]], recorded: Values, model: Values, taken: NDArray[np.bool_]
-) -> Explanation | None:
-    """The idea that explains most of the gap of the tokens taken, if it is enough or certain; families of ideas are tried in order."""
+def best_explanation(families: Sequence[Iterable[Idea]], recorded: Values, model: Values) -> Explanation | None:
+    """The idea that explains most of the gap, if it is enough or certain; families of ideas are tried in order."""
     found: list[Explanation] = []
-    for family in ideas:
-        for idea in family:
-            found.append(judged(replace(idea, predicted=idea.predicted[taken]), recorded[taken], model[taken]))
+    for family in families:
+        found += [judged(idea, recorded, model) for idea in family]
         if max((each.explained for each in found), default=0.0) >= _CLEAR:
             break
     best = max(found, key=lambda each: each.explained, default=None)
@@ -98,117 +96,102 @@ def best_explanation(
     return certain if certain is not None and certain.certainty >= CERTAIN else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ideas:
-    """Makes ideas about tokens.
+    """Makes ideas about tokens."""
 
-    Args:
-        tokens: examined.
-        scorers: one per version.
-        configured: temperature and truncation.
-        model: (N,) log-probs under each token's own version.
-        text_of: the text of a token.
-        starts_without_adapter: whether version 0 is a model without its adapter.
-    """
+    tokens: Tokens
+    model: Values
+    """(N,) log-probs under each token's own version; nan where its weights are not there."""
+    scorers: Mapping[int, Scorer]
+    """Version -> its model."""
+    configured: SamplingParams
+    """Temperature and truncation."""
+    text_of: Callable[[int], str]
+    """A token's text and number."""
+    starts_without_adapter: bool = False
+    """Whether version 0 is a model without its adapter."""
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        scorers: dict[int, Scorer],
-        configured: SamplingParams,
-        model: Values,
-        text_of: Callable[[int], str],
-        *,
-        starts_without_adapter: bool = False,
-    ) -> None:
-        self._tokens = tokens
-        self._scorers = scorers
-        self._configured = configured
-        self._sampling = untruncated(configured)
-        self._starts_without_adapter = starts_without_adapter
-        self._model = model
-        self._text_of = text_of
-
-    def families(self) -> list[Iterator[Idea]]:
-        """Ideas, the cheap ones first."""
-        return [self._shifts(), self._samplings(), self._weights(), self._templates()]
+    def best(self) -> Explanation | None:
+        """What explains the gap of the tokens; cheap ideas are tried first."""
+        families = [self._shifts(), self._samplings(), self._weights(), self._templates()]
+        return best_explanation(families, self.tokens.recorded, self.model)
 
     def _shifts(self) -> Iterator[Idea]:
         """The log-probs of a row stand one token early or late."""
         for by, where in ((1, "of the token after it"), (-1, "of the token before it")):
-            parts = [_shifted(values, by) for values in self._tokens.by_row(self._model)]
+            parts = [_shifted(values, by) for values in self.tokens.by_row(self.model)]
             sentence = f"each recorded log-prob is that {where}: a column or the loss mask is shifted by one token"
             yield Idea("shifted mask", sentence, np.concatenate(parts))
 
     def _samplings(self) -> Iterator[Idea]:
-        configured, plain = self._configured, self._sampling
-        relative = [configured.temperature * factor for factor in _TEMPERATURES]
-        temperatures = sorted({1.0, *relative} - {configured.temperature})
-        others = [replace(plain, temperature=t) for t in temperatures]
-        others += [replace(plain, top_p=p) for p in dict.fromkeys((configured.top_p, *_TOP_P)) if p < 1]
-        others += [replace(plain, top_k=k) for k in dict.fromkeys((configured.top_k, *_TOP_K)) if k > 0]
-        others += [replace(plain, min_p=p) for p in dict.fromkeys((configured.min_p, *_MIN_P)) if p > 0]
-        ideas = list(self._sampled_with(others))
-        yield from ideas
-        # Between the best temperature and its neighbours, twice.
-        of_temperature = dict(zip(temperatures, ideas, strict=False)) | {
-            configured.temperature: Idea("", "", self._model)
-        }
-        for _ in range(2):
-            errors = {t: self._error(idea) for t, idea in of_temperature.items()}
-            best = min(errors, key=lambda t: errors[t])
-            ordered = sorted(errors)
-            at = ordered.index(best)
+        for name, values in _TRUNCATIONS.items():
+            own = getattr(self.configured, name)
+            tried = [value for value in dict.fromkeys((own, *values)) if value != _OFF[name]]
+            yield from self._sampled_with(name, tried).values()
+        # Temperatures: between the best one and its neighbours, twice.
+        own = self.configured.temperature
+        tried = sorted({1.0, *(own * factor for factor in _TEMPERATURES)})
+        known: dict[float, Idea] = {}
+        for _ in range(3):
+            new = self._sampled_with("temperature", [value for value in tried if value not in known])
+            yield from new.values()
+            known |= new
+            ordered = sorted(known)
+            at = min(range(len(ordered)), key=lambda i: self._error(known[ordered[i]]))
             low, high = ordered[max(0, at - 1)], ordered[min(len(ordered) - 1, at + 1)]
-            between = [float(t) for t in np.linspace(low, high, 9)[1:-1] if t not in of_temperature]
-            found = list(self._sampled_with([replace(plain, temperature=t) for t in between]))
-            of_temperature |= dict(zip(between, found, strict=True))
-            yield from found
+            tried = np.linspace(low, high, 9)[1:-1].tolist()
 
     def _error(self, idea: Idea) -> float:
-        return float(np.square(self._tokens.recorded - idea.predicted)[self._tokens.is_examined].sum())
+        return float(np.nansum(np.square(self.tokens.recorded - idea.predicted)))
 
-    def _sampled_with(self, samplings: Sequence[SamplingParams]) -> Iterator[Idea]:
-        for sampling, predicted in zip(samplings, scores(self._tokens, self._scorers, samplings), strict=True):
-            yield Idea(*_about(sampling, self._configured), predicted)
+    def _sampled_with(self, name: str, tried: Sequence[Any]) -> dict[float, Idea]:
+        own, plain = getattr(self.configured, name), untruncated(self.configured)
+        predicted = scores(self.tokens, self.scorers, [replace(plain, **{name: value}) for value in tried])
+        known = {
+            value: f"and generator.sampling.{name} is {own:g}" if value != own else "as configured" for value in tried
+        }
+        said = "" if name == "temperature" else ": log-probs are those of the tokens that it leaves"
+        return {
+            value: Idea(name, f"{name} {value:.3g} was in force, {known[value]}{said}", values)
+            for value, values in zip(tried, predicted, strict=True)
+        }
 
     def _weights(self) -> Iterator[Idea]:
         """Other weights than those of the version that is recorded, or parts of them."""
-        first = next(iter(self._scorers.values()))
-        if not first.has_tied_head:
+        first = next(iter(self.scorers.values()))
+        if not (is_tied := first.has_tied_head):
             sentence = "the engine's output head is its input embeddings, and the trainer's has weights of its own"
-            yield Idea("tied head", sentence, self._changed(lambda v: self._scorers[v].with_tied_head()))
-        for stale in self._scorers:
-            others = [version for version in self._scorers if version != stale]
+            yield Idea("tied head", sentence, self._changed(lambda own: own.with_part(HEAD, own.tied_head())))
+        for stale, old in self.scorers.items():
+            others = [str(version) for version in self.scorers if version != stale]
             if not others:
                 continue
-            swapped = scores(self._tokens, dict.fromkeys(self._scorers, self._scorers[stale]), [self._sampling])[0]
-            adapter = " (the adapter is not in force)" if self._starts_without_adapter and not stale else ""
-            about = f"tokens that are recorded as of version {_listed(others)} were sampled"
-            yield Idea(
-                "stale version",
-                f"{about} with weights of version {stale}{adapter}, or of one on the way there",
-                swapped,
-                True,
+            adapter = " (the adapter is not in force)" if self.starts_without_adapter and not stale else ""
+            sentence = (
+                f"tokens that are recorded as of version {', '.join(others)} were sampled with weights of version {stale}{adapter}, "
+                "or of one on the way there"
             )
+            swapped = old.scores(self.tokens, untruncated(self.configured))
+            yield Idea("stale version", sentence, swapped, is_direction=True)
             for part in first.parts:
-                predicted = self._changed(partial(self._with_part, part=part, stale=stale))
-                kind = "tied head" if part == HEAD and first.has_tied_head else "stale weights"
-                why = ": a tied head that was not updated with the embeddings" if kind == "tied head" else ""
-                yield Idea(kind, f"{part} of the engine has the weights of version {stale}{why}", predicted, True)
+                kind, why = "stale weights", ""
+                if part == HEAD and is_tied:
+                    kind, why = "tied head", ": a tied head that was not updated with the embeddings"
+                predicted = self._changed(lambda own, part=part, old=old: own.with_part(part, old.part(part)))  # type: ignore[misc]
+                sentence = f"{part} of the engine has the weights of version {stale}{why}"
+                yield Idea(kind, sentence, predicted, is_direction=True)
 
-    def _with_part(self, version: int, *, part: str, stale: int) -> AbstractContextManager[None]:
-        return self._scorers[version].with_part(part, self._scorers[stale])
-
-    def _changed(self, change: Callable[[int], AbstractContextManager[None]]) -> Values:
-        return scores(self._tokens, self._scorers, [self._sampling], change)[0]
+    def _changed(self, change: Callable[[Scorer], AbstractContextManager[None]]) -> Values:
+        plain = [untruncated(self.configured)]
+        return scores(self.tokens, self.scorers, plain, lambda version: change(self.scorers[version]))[0]
 
     def _templates(self) -> Iterator[Idea]:
         """The engine read one token more, or one less, than was recorded: at each place where sampling began, or at the beginning."""
-        shortest = sorted(self._tokens.rows, key=lambda row: len(row.ids))[:_MAX_EDITED_ROWS]
+        shortest = sorted(self.tokens.rows, key=lambda row: len(row.ids))[:_MAX_EDITED_ROWS]
         while len(shortest) > 1 and sum(len(row.ids) for row in shortest) > _MAX_EDITED_TOKENS:
             shortest.pop()
-        chosen = np.array([row in shortest for row in self._tokens.rows])
-        rows = [row for row, is_chosen in zip(self._tokens.rows, chosen, strict=True) if is_chosen]
+        rows = [row for row in self.tokens.rows if row in shortest]
         begins = [_begins(row.places) for row in rows]
         likely = [token for token, _ in _read(rows, begins).most_common(_MAX_INSERTED)]
         tries = [
@@ -221,22 +204,17 @@ class Ideas:
         tries += [("at the beginning", [[0]] * len(rows)), ("after the first token", [[1]] * len(rows))]
         for where, at in tries:
             for token in likely:
-                said = f"the engine read {self._text(token)} {where}, which is not recorded"
-                yield from self._edited(chosen, rows, at, token, said)
+                said = f"the engine read {self.text_of(token)} {where}, which is not recorded"
+                yield from self._edited(rows, at, token, said)
             gone = "as the first token" if where == tries[-1][0] else where
             left_out = [[place - 1 for place in own if place] for own in at]
             if any(left_out):
-                texts = {self._text(int(row.ids[own[0]])) for row, own in zip(rows, left_out, strict=True) if own}
+                texts = {self.text_of(int(row.ids[own[0]])) for row, own in zip(rows, left_out, strict=True) if own}
                 said = f"the engine did not read {' or '.join(sorted(texts)[:3])}, which is recorded {gone}"
-                yield from self._edited(chosen, rows, left_out, None, said)
+                yield from self._edited(rows, left_out, None, said)
 
-    def _text(self, token: int) -> str:
-        return f"{self._text_of(token)!r} (token {token})"
-
-    def _edited(
-        self, chosen: NDArray[np.bool_], rows: Sequence[Row], at: list[list[int]], token: int | None, sentence: str
-    ) -> Iterator[Idea]:
-        """``token`` inserted before each place of the chosen rows; None: the tokens at the places left out."""
+    def _edited(self, rows: Sequence[Row], at: list[list[int]], token: int | None, sentence: str) -> Iterator[Idea]:
+        """``token`` inserted before each place of the rows; None: the tokens at the places left out."""
         edited = []
         for row, own in zip(rows, at, strict=True):
             moved = np.array([sum(place <= p for place in own) for p in row.places])
@@ -246,30 +224,10 @@ class Ideas:
                 edited.append(replace(row, ids=np.insert(row.ids, own, token), places=row.places + moved))
         if any(row.places[0] < 1 for row in edited):
             return
-        predicted = np.full(len(self._tokens.row), np.nan)
-        of_edited = scores(Tokens.of(edited, self._scorers), self._scorers, [self._sampling])
-        predicted[chosen[self._tokens.row]] = of_edited[0]
+        predicted = np.full(len(self.tokens.row), np.nan)
+        is_chosen = np.array([row in rows for row in self.tokens.rows])[self.tokens.row]
+        predicted[is_chosen] = scores(Tokens.of(edited), self.scorers, [untruncated(self.configured)])[0]
         yield Idea("template token", sentence, predicted)
-
-
-def scores(
-    tokens: Tokens,
-    scorers: Mapping[int, Scorer],
-    samplings: Sequence[SamplingParams],
-    change: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
-) -> Values:
-    """(S, N) log-probs of all tokens, each by the scorer of its own version; nan where there is none.
-
-    ``change`` changes the scorer of a version meanwhile.
-    """
-    parts = tokens.by_row(tokens.version)
-    found = [np.full((len(samplings), len(versions)), np.nan) for versions in parts]
-    for version, scorer in scorers.items():
-        with change(version):
-            for row, versions, values in zip(tokens.rows, parts, found, strict=True):
-                if (is_own := versions == version).any():
-                    values[:, is_own] = scorer.logprobs(row.ids, row.places[is_own], samplings)
-    return np.concatenate(found, axis=1)
 
 
 def _read(rows: Sequence[Row], begins: Sequence[Sequence[int]]) -> Counter[int]:
@@ -283,11 +241,8 @@ def _read(rows: Sequence[Row], begins: Sequence[Sequence[int]]) -> Counter[int]:
 
 
 def _shifted(values: Values, by: int) -> Values:
-    found = np.full(len(values), np.nan)
-    if by > 0:
-        found[:-by] = values[by:]
-    else:
-        found[-by:] = values[:by]
+    found = np.roll(values, -by)
+    found[-1 if by > 0 else 0] = np.nan
     return found
 
 
@@ -296,31 +251,6 @@ def _begins(places: NDArray[np.int64]) -> list[int]:
     return [int(p) for i, p in enumerate(places) if i == 0 or places[i - 1] != p - 1]
 
 
-def _about(sampling: SamplingParams, configured: SamplingParams) -> tuple[str, str]:
-    if sampling.temperature != configured.temperature:
-        said = (
-            f"temperature {sampling.temperature:.3g}, and generator.sampling.temperature is {configured.temperature:g}"
-        )
-        return "temperature", f"the engine sampled at {said}"
-    for name in ("top_p", "top_k", "min_p"):
-        value = getattr(sampling, name)
-        if value != getattr(SamplingParams(max_tokens=1), name):
-            own = getattr(configured, name)
-            known = "as configured" if own == value else f"and generator.sampling.{name} is {own:g}"
-            said = f"{name} {value:g} was in force, {known}: log-probs are those of the tokens that it leaves"
-            return name, said
-    raise ValueError("no difference")
-
-
-def _listed(versions: Sequence[int]) -> str:
-    return ", ".join(map(str, versions))
-
-
 def untruncated(sampling: SamplingParams) -> SamplingParams:
     """The same temperature, without truncation."""
-    return replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
-
-
-def mean_ratio_change(gap: Values) -> float:
-    """Mean of |exp(-g) - 1|: how far the gap alone moves importance ratios from 1."""
-    return float(np.abs(np.expm1(-gap)).mean()) if len(gap) else math.nan
+    return replace(sampling, **_OFF)

@@ -1,6 +1,6 @@
-"""The recorded tokens that are examined: those sampled by policy versions whose weights the run still has."""
+"""The sampled tokens that are examined: those a run has recorded of policy versions whose weights it still has, or new ones."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -23,16 +23,24 @@ MAX_TOKENS_PER_ROW = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One recorded training row."""
+    """One training row, or one new answer."""
 
     engine: str
     """The engine that sampled all of it, or ``UNKNOWN_ENGINE``."""
     trajectory: Trajectory
-    """Its first ``MAX_TOKENS_PER_ROW`` response tokens."""
     ids: NDArray[np.int32]
     """(P + T,) prompt and response."""
     places: NDArray[np.int64]
     """(N,) of the sampled tokens, in ``ids``."""
+
+    @classmethod
+    def of(cls, engine: str, trajectory: Trajectory) -> "Row":
+        """The row with the first ``MAX_TOKENS_PER_ROW`` response tokens of a trajectory."""
+        end, columns = MAX_TOKENS_PER_ROW, TOKEN_COLUMNS.keys() - {"prompt_token_ids"}
+        kept = {name: values[:end] for name in columns if (values := getattr(trajectory, name)) is not None}
+        first = replace(trajectory, versions=trajectory.versions[:end], **kept)
+        ids = np.concatenate([first.prompt_token_ids, first.response_token_ids])
+        return cls(engine, first, ids, np.flatnonzero(first.loss_mask) + len(first.prompt_token_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,38 +58,29 @@ class Tokens:
     """Log-prob under the policy that trained on it; nan where it was not trained."""
     trained: NDArray[np.int32]
     """Version of ``trainer``; -1 where it was not trained."""
-    is_examined: NDArray[np.bool_]
-    """Whether the weights of its version are there."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row], versions: Collection[int]) -> "Tokens":
-        """Those of rows; ``versions`` have weights."""
+    def of(cls, rows: Iterable[Row]) -> "Tokens":
+        """Those of rows."""
+        rows = tuple(rows)
 
-        def joined(parts: list[Any], dtype: type[np.generic]) -> NDArray[Any]:
-            return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+        def column(values_of: Callable[[Trajectory], Any], dtype: type[np.generic]) -> NDArray[Any]:
+            """``values_of``: one value per response token of a trajectory, or one for all."""
+            shaped = (
+                np.broadcast_to(values_of(row.trajectory), row.trajectory.loss_mask.shape)[row.trajectory.loss_mask]
+                for row in rows
+            )
+            return np.concatenate([np.empty(0, dtype), *shaped]).astype(dtype)
 
-        masks = [row.trajectory.loss_mask for row in rows]
-        pairs = list(zip(rows, masks, strict=True))
-        counts = [int(mask.sum()) for mask in masks]
-        version = joined([np.asarray(row.trajectory.versions)[mask] for row, mask in pairs], np.int32)
-        old = [
-            np.full(count, np.nan) if row.trajectory.old_logprobs is None else row.trajectory.old_logprobs[mask]
-            for (row, mask), count in zip(pairs, counts, strict=True)
-        ]
-        trained = [
-            -1
-            if row.trajectory.old_logprobs is None or row.trajectory.old_version is None
-            else row.trajectory.old_version
-            for row in rows
-        ]
         return cls(
-            rows=tuple(rows),
-            row=np.repeat(np.arange(len(rows)), counts),
-            version=version,
-            recorded=joined([row.trajectory.logprobs[mask] for row, mask in pairs], np.float64),
-            trainer=joined(old, np.float64),
-            trained=np.repeat(np.array(trained, np.int32), counts),
-            is_examined=np.isin(version, list(versions)),
+            rows=rows,
+            row=np.repeat(np.arange(len(rows)), [len(row.places) for row in rows]),
+            version=column(lambda row: row.versions, np.int32),
+            recorded=column(lambda row: row.logprobs, np.float64),
+            trainer=column(lambda row: np.nan if row.old_logprobs is None else row.old_logprobs, np.float64),
+            trained=column(
+                lambda row: -1 if row.old_logprobs is None or row.old_version is None else row.old_version, np.int32
+            ),
         )
 
     def by_row(self, values: NDArray[Any]) -> list[NDArray[Any]]:
@@ -112,21 +111,21 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
         for version in of_row & set(versions):
             kept.setdefault((version, _engine(found["engines"])), []).append(found["row"])
     # One of each kind in turn, from the newest on.
-    in_turn = [
-        n for turn in zip_longest(*(reversed(of_kind) for of_kind in kept.values())) for n in turn if n is not None
-    ]
+    in_turn = [number for turn in zip_longest(*map(reversed, kept.values())) for number in turn if number is not None]
     rows: list[Row] = []
     for number in dict.fromkeys(in_turn):
         if len(rows) == num_rows:
             break
         found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
-        if found["response_token_ids"] is not None:  # its tokens may have been thinned out
-            rows.append(_row(found))
+        if found["response_token_ids"] is None:
+            continue  # its tokens have been thinned out
+        if len((row := _row(found)).places):
+            rows.append(row)
     if not rows:
         raise ConfigError(
             f"{run_dir / DIRECTORY} has no trained row of a policy version whose weights are there: it has tokens of "
             f"{_listed(seen)}, and weights of {_listed(versions)}; keep checkpoints with trainer.checkpoint_interval_steps, and texts "
-            "with trainer.samples.keep"
+            "with trainer.samples.keep; or have new answers examined with --prompts run"
         )
     return rows
 
@@ -144,15 +143,7 @@ def _row(found: Mapping[str, Any]) -> Row:
         reward=found["reward"],
         old_version=found["old_version"],
     )
-    kept = _first_tokens(trajectory)
-    ids = np.concatenate([kept.prompt_token_ids, kept.response_token_ids])
-    return Row(_engine(found["engines"]), kept, ids, np.flatnonzero(kept.loss_mask) + len(kept.prompt_token_ids))
-
-
-def _first_tokens(row: Trajectory) -> Trajectory:
-    num = MAX_TOKENS_PER_ROW
-    names = [name for name in TOKEN_COLUMNS if name != "prompt_token_ids" and getattr(row, name) is not None]
-    return replace(row, versions=row.versions[:num], **{name: getattr(row, name)[:num] for name in names})
+    return Row.of(_engine(found["engines"]), trajectory)
 
 
 def _engine(names: Sequence[str] | None) -> str:

@@ -4,42 +4,54 @@ Knows neither runs nor what might be wrong with them.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from skyrl_async.doctor.rows import Tokens
 from skyrl_async.inference.engines.deterministic import processed_logprobs
+from skyrl_async.inference.layer_outputs import LayerOutputs, decoder_layers
 from skyrl_async.training.backends.assembly import load_model
 from skyrl_async.types import SamplingParams
 
+Values: TypeAlias = NDArray[np.float64]
 HEAD, EMBEDDINGS = "the output head", "the input embeddings"
 
 
 class Scorer:
-    """A model at one policy version.
+    """A model at one policy version, in float32.
 
     Args:
         directory: Hugging Face directory.
         device: ``cpu`` or ``cuda``.
         trust_remote_code: passed to transformers.
-        is_bfloat16: computes in bfloat16, with weights rounded to it, instead of float32.
     """
 
-    def __init__(
-        self, directory: Path, *, device: str, trust_remote_code: bool = False, is_bfloat16: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, *, device: str, trust_remote_code: bool = False) -> None:
         model = load_model(directory, trust_remote_code=trust_remote_code).eval().requires_grad_(False)
-        self._model = model.to(device, torch.bfloat16 if is_bfloat16 else torch.float32)
+        self.directory = directory
+        """As given."""
+        self._model = model.to(device)
         self._device = device
+        paths = {module: path for path, module in model.named_modules()}
+        layers = {f"layer {i}": paths[layer] for i, layer in enumerate(decoder_layers(model))}
+        self.parts = {
+            EMBEDDINGS: paths[model.get_input_embeddings()],
+            **layers,
+            HEAD: paths[model.get_output_embeddings()],
+        }
+        """Names of what ``with_part`` replaces, and where the model has it."""
 
     @torch.no_grad()
     def logprobs(
         self, ids: NDArray[np.int32], places: NDArray[np.int64], samplings: Sequence[SamplingParams]
-    ) -> NDArray[np.float64]:
+    ) -> Values:
         """Log-probs in nats of sampled tokens, as an engine reports them.
 
         Args:
@@ -59,53 +71,64 @@ class Scorer:
         found = [processed_logprobs(logits, sampling).gather(-1, targets)[:, 0] for sampling in samplings]
         return torch.stack(found).double().cpu().numpy()
 
-    @property
-    def parts(self) -> list[str]:
-        """Names of what ``with_part`` replaces."""
-        return [EMBEDDINGS, *(f"layer {i}" for i in range(len(self._layers))), HEAD]
+    def scores(self, tokens: Tokens, sampling: SamplingParams) -> Values:
+        """(N,) log-probs of all tokens, whatever version they are of."""
+        return scores(tokens, dict.fromkeys(tokens.version.tolist(), self), [sampling])[0]
+
+    def rounded(self) -> "Scorer":
+        """The same model in bfloat16, with weights rounded to it."""
+        rounded = copy.copy(self)
+        rounded._model = copy.deepcopy(self._model).to(torch.bfloat16)
+        return rounded
+
+    def layer_outputs(self, ids: NDArray[np.int32]) -> dict[str, NDArray[np.float32]]:
+        """What enters the first layer and what each layer returns, (L, H) for (L,) tokens."""
+        outputs = LayerOutputs(self._model)
+        self.logprobs(np.append(ids, ids[-1:]), np.array([len(ids)]), [SamplingParams(max_tokens=1)])
+        return {name: output.numpy() for name, output in outputs.close().items()}
+
+    def part(self, name: str) -> nn.Module:
+        """One of ``parts``."""
+        return self._model.get_submodule(self.parts[name])
 
     @contextlib.contextmanager
-    def with_part(self, part: str, other: "Scorer") -> Iterator[None]:
-        """Use one part of another model of the same architecture meanwhile. A tied head is replaced without its embeddings."""
-        model = self._model
-        if part == HEAD:
-            own, replace = model.get_output_embeddings(), model.set_output_embeddings
-            replacement = other._model.get_output_embeddings()
-        elif part == EMBEDDINGS:
-            own, replace = model.get_input_embeddings(), model.set_input_embeddings
-            replacement = other._model.get_input_embeddings()
-        else:
-            number = int(part.removeprefix("layer "))
-            own, replacement = self._layers[number], other._layers[number]
-
-            def replace(layer: nn.Module) -> None:
-                self._layers[number] = layer
-
-        replace(replacement)
+    def with_part(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Use another module for one of ``parts`` meanwhile. A tied head is replaced without its embeddings."""
+        own = self.part(name)
+        self._model.set_submodule(self.parts[name], module)
         try:
             yield
         finally:
-            replace(own)
+            self._model.set_submodule(self.parts[name], own)
 
     @property
     def has_tied_head(self) -> bool:
         """Whether the output head has the weights of the input embeddings."""
-        return bool(self._model.get_output_embeddings().weight is self._model.get_input_embeddings().weight)
+        return bool(self.part(HEAD).weight is self.part(EMBEDDINGS).weight)
 
-    @contextlib.contextmanager
-    def with_tied_head(self) -> Iterator[None]:
-        """Use the input embeddings as the output head meanwhile."""
-        own = self._model.get_output_embeddings()
+    def tied_head(self) -> nn.Module:
+        """An output head with the weights of the input embeddings."""
         weight = self._model.get_input_embeddings().weight
-        tied = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        tied.weight = weight
-        self._model.set_output_embeddings(tied)
-        try:
-            yield
-        finally:
-            self._model.set_output_embeddings(own)
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        head.weight = weight
+        return head
 
-    @property
-    def _layers(self) -> nn.ModuleList:
-        lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+
+def scores(
+    tokens: Tokens,
+    scorers: Mapping[int, Scorer],
+    samplings: Sequence[SamplingParams],
+    change: Callable[[int], contextlib.AbstractContextManager[None]] = lambda version: contextlib.nullcontext(),
+) -> Values:
+    """(S, N) log-probs of all tokens, each by the scorer of its own version; nan where there is none.
+
+    ``change`` changes the scorer of a version meanwhile.
+    """
+    parts = tokens.by_row(tokens.version)
+    found = [np.full((len(samplings), len(versions)), np.nan) for versions in parts]
+    for version, scorer in scorers.items():
+        with change(version):
+            for row, versions, values in zip(tokens.rows, parts, found, strict=True):
+                if (is_own := versions == version).any():
+                    values[:, is_own] = scorer.logprobs(row.ids, row.places[is_own], samplings)
+    return np.concatenate(found, axis=1)
