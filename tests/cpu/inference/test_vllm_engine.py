@@ -275,12 +275,12 @@ async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEng
 async def test_a_greedy_request_aborted_many_times_gives_the_tokens_of_an_uninterrupted_one(
     engine_0: VLLMEngine,
 ) -> None:
-    requests = [make_request(str(i), prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    requests = [make_request(str(i), prompt, max_tokens=300) for i, prompt in enumerate(PROMPTS)]
     expected = await generate_all(engine_0, requests)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
         for _ in range(5):
-            await wait_for_blocks(engine_0, 3)
+            await wait_for_blocks(engine_0, 1)
             await engine_0.pause(PauseMode.ABORT)
             await engine_0.resume()
     for task, output in zip(tasks, expected, strict=True):
@@ -373,10 +373,10 @@ async def test_nor_can_one_with_a_tied_head_and_one_left_unpacked_is_seen_by_the
 async def test_aborted_requests_bear_the_version_of_each_segment(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
-    requests = [make_request(str(i), prompt, max_tokens=150) for i, prompt in enumerate(PROMPTS)]
+    requests = [make_request(str(i), prompt, max_tokens=300) for i, prompt in enumerate(PROMPTS)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
-        await wait_for_blocks(engine_0, 5)
+        await wait_for_blocks(engine_0, 1)
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 7))
     for task, request in zip(tasks, requests, strict=True):
         old, new = task.result()
