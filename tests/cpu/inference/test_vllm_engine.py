@@ -376,7 +376,7 @@ async def test_aborted_requests_bear_the_version_of_each_segment(
     requests = [make_request(str(i), prompt, max_tokens=300) for i, prompt in enumerate(PROMPTS)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
-        await wait_for_blocks(engine_0, 1)
+        await wait_for_blocks(engine_0, 2, num_others=len(requests))
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 7))
     for task, request in zip(tasks, requests, strict=True):
         old, new = task.result()
