@@ -268,7 +268,8 @@ def test_the_warm_start_of_the_trail_leaves_a_policy_that_can_call_the_tool_but_
     task = get_task("trail")
     _, held_out = task.make_prompts(2048, 512, seed=0)
     uids = frozenset(prompt.uid for prompt in held_out)
-    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), WarmStartConfig(), held_out=uids, seed=0)
+    plan = WarmStartConfig(min_tokens=20_000, mixture_tokens=30_000)  # the task is learned by then
+    directory = prepare_tiny_policy(tmp_path, task, PolicySizes(), plan, held_out=uids, seed=0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     chances = [chances_to_work(model, tokenizer, prompt) for prompt in held_out[:64]]
     assert 0.15 < sum(begins for begins, _ in chances) / len(chances) < 0.45
