@@ -72,10 +72,11 @@ def _field_names(kind: type) -> list[str]:
 
 
 def have_equal_fields(one: Any, other: object) -> bool:
-    """``==`` of two dataclasses some of whose fields are columns."""
+    """``==`` of two dataclasses some of whose fields are columns; fields with ``compare=False`` do not count."""
     if type(one) is not type(other):
         return False
-    pairs = zip(fields_of(one).values(), fields_of(other).values(), strict=True)
+    kind: Any = type(one)
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(kind) if field.compare]
     return all(a is b or (np.array_equal(a, b) if np.ndarray in (type(a), type(b)) else a == b) for a, b in pairs)
 
 

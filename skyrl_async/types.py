@@ -189,17 +189,24 @@ class Completion(EngineOutput):
     """Text of all ``token_ids``, decoded at once and cut before a stop string."""
     finish_reason: FinishReason
     """``stop`` or ``length``."""
+    engines: tuple[str, ...] = field(default=(), compare=False)
+    """Engines that sampled it, in order of their first call; empty where unknown."""
+    engine_seconds: float | None = field(default=None, compare=False)
+    """Seconds of its engine calls, added up; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompletionDelta(EngineOutput):
     """A block of a streamed generation. The joined texts of all blocks are the completion's text.
 
-    ``finish_reason`` is ``stop`` or ``length`` in the last block, which alone has the ``num_aborts`` of the whole generation.
+    ``finish_reason`` is ``stop`` or ``length`` in the last block, which alone has ``num_aborts``, ``engines`` and ``engine_seconds``, of
+    the whole generation.
     """
 
     text: str
     """New text, without incomplete characters and possible beginnings of a stop string."""
+    engines: tuple[str, ...] = field(default=(), compare=False)
+    engine_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +220,37 @@ class Prompt:
     """Name of its environment in the skyrl_gym registry."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment (``reward_spec``, ``max_turns``, ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the policy asks for."""
+
+    id: str = ""
+    """Unique; made by the endpoint, not by the policy. Empty where calls have no ids."""
+    name: str
+    arguments: str
+    """JSON text, or the tool's input as the policy wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMessage:
+    """One message of a row's conversation: what its tokens do not say."""
+
+    role: str
+    start: int
+    """Counted from the beginning of the prompt: a reply's first sampled token; of another message the token after the reply before it."""
+    is_reply: bool = False
+    """Whether the policy sampled it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """The call that an observation answers."""
+    name: str | None = None
+    """The tool whose observation it is."""
+    engines: tuple[str, ...] = field(default=(), compare=False)
+    """Engines that sampled a reply, in order of their first call."""
+    engine_seconds: float | None = field(default=None, compare=False)
+    """Seconds of a reply's engine calls."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,6 +288,8 @@ class Trajectory:
     """The sample is masked because a length limit cut it: the loss mask is 0, and the group's baseline excludes its reward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's figures of this episode."""
+    messages: tuple[RowMessage, ...] = ()
+    """Its conversation in order, as far as the generator tells: replies, tool calls and observations."""
     ref_logprobs: Logprobs | None = None
     """(T,) float32: log-probs in nats under the frozen reference, at the sampling temperature; 0.0 outside the mask. None: not computed."""
     old_logprobs: Logprobs | None = None
@@ -341,7 +381,7 @@ class SampleWork:
     seconds: float
     """Duration of its last try, environment and tools included."""
     engines: tuple[str, ...] = ()
-    """Engines that sampled it, in order of their first call; empty where unknown, such as over HTTP."""
+    """Engines that sampled it, in order of their first call; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

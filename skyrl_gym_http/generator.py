@@ -155,6 +155,8 @@ def parse_reply(reply: ChatCompletion) -> Turn:
             text=choice.message.content or "",
             finish_reason=FinishReason(choice.finish_reason),
             num_aborts=int(found.get("num_aborts") or 0),
+            engines=tuple(found.get("engines") or ()),
+            engine_seconds=found.get("engine_seconds"),
         )
         text_ends = column(_extension(found, "text_ends", num_tokens), np.int32, "text_ends")
     except ValueError as error:

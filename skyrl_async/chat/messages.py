@@ -1,11 +1,11 @@
-"""Chat messages in the form that most chat templates expect, and in the forms that some templates require."""
+"""Chat messages in the form that most chat templates expect, in the forms that some templates require, and as a row's record keeps them."""
 
 import json
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from skyrl_async.types import Message
+from skyrl_async.types import Message, RowMessage, ToolCall
 
 Tool = dict[str, Any]
 """A function tool in OpenAI's chat form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
@@ -85,9 +85,7 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
     """Return messages for templates that join arguments to other text themselves."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return _with_arguments(call, text)
+        return _with_arguments(call, _as_text(call["function"]["arguments"]))
 
     return [_with_calls(message, as_text) for message in messages]
 
@@ -110,3 +108,40 @@ def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, A
     if "tool_calls" not in message:
         return message
     return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+
+
+def row_messages(messages: Sequence[Message]) -> list[RowMessage]:
+    """The roles, tool calls and observations of messages in OpenAI's chat form, as any client may send them. Raises nothing."""
+    found: list[RowMessage] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        role, calls, call_id = str(message.get("role")), _tool_calls(message), message.get("tool_call_id")
+        names |= {call.id: call.name for call in calls}
+        is_observation = role == "tool"
+        name = (message.get("name") or names.get(str(call_id))) if is_observation else None
+        found.append(
+            RowMessage(
+                role="system" if role == "developer" else role,
+                start=0,
+                tool_calls=calls,
+                tool_call_id=str(call_id) if is_observation and call_id else None,
+                name=str(name) if name else None,
+            )
+        )
+    return found
+
+
+def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
+    calls = message.get("tool_calls") if message.get("role") == "assistant" else None
+    functions = [(call, call.get("function")) for call in calls or () if isinstance(call, dict)]
+    return tuple(
+        ToolCall(
+            id=str(call.get("id") or ""), name=str(function.get("name")), arguments=_as_text(function.get("arguments"))
+        )
+        for call, function in functions
+        if isinstance(function, dict)
+    )
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)

@@ -24,6 +24,8 @@ _SHOWN_DIGITS = 6
 class _ToolEnv(BaseTextEnv):
     """Answers calls of a tool; stands before the environment that judges the final answer."""
 
+    tool: str
+    """Name of the tool in the record of samples."""
     marks: tuple[str, str]
     """What stands before and after a call."""
 
@@ -40,9 +42,10 @@ class _ToolEnv(BaseTextEnv):
         self.num_calls += 1
         content, said = call
         result = self.result_of(content)
+        called: dict[str, Any] = {"tool_name": self.tool, "tool_input": content}
         if self.turns >= self.max_turns:  # no turn is left to use the result
-            return ended(0.0)
-        return told(result, postprocessed_action=said)
+            return ended(0.0, **called)
+        return told(result, postprocessed_action=said, **called)
 
     def result_of(self, content: str) -> str:
         """Run the tool on what stands between the marks."""
@@ -55,6 +58,7 @@ class _ToolEnv(BaseTextEnv):
 class CalculatorEnv(_ToolEnv, Gsm8kEnv):
     """``<calc>3*14</calc>`` is answered ``= 42``; the final answer is judged as by ``gsm8k``."""
 
+    tool = "calculator"
     marks = ("<calc>", "</calc>")
 
     def result_of(self, content: str) -> str:
@@ -73,6 +77,7 @@ class PythonToolEnv(_ToolEnv, MathEnv):
     """A fenced block of Python is run, by itself, and answered with what it prints; the final answer is judged as by ``math``."""
 
     is_fast = False
+    tool = "python"
     marks = ("```python\n", "```")
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:

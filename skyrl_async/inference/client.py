@@ -12,11 +12,13 @@ Groups, staleness and training are unknown here. The client does not pause engin
 (the trainer's, the endpoint's) can share engines without coordination.
 """
 
+import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.columns import TokenIds, fields_of, token_ids
@@ -177,6 +179,8 @@ class InferenceEngineClient:
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             text=text.finish()[0],
+            engines=tuple(state.engines),
+            engine_seconds=state.engine_seconds,
             **fields_of(state.output()) | {"num_aborts": state.num_aborts + num_restarts},
         )
 
@@ -217,10 +221,13 @@ class InferenceEngineClient:
                 is_last = block.finish_reason is not None
                 if not len(block.token_ids) and not is_last:
                     continue  # an engine died, or was paused before its first token
-                of_all = {
-                    "num_aborts": state.num_aborts if is_last else 0,
-                    "num_cached_tokens": state.num_cached_tokens or 0,
-                }
+                of_all: dict[str, Any] = {"num_cached_tokens": state.num_cached_tokens or 0, "num_aborts": 0}
+                if is_last:
+                    of_all |= {
+                        "num_aborts": state.num_aborts,
+                        "engines": tuple(state.engines),
+                        "engine_seconds": state.engine_seconds,
+                    }
                 new_text = text.finish()[1] if is_last else text.take()
                 yield CompletionDelta(text=new_text, **fields_of(block) | of_all)
 
@@ -276,7 +283,7 @@ class InferenceEngineClient:
         ``text``. A stop string ends the block in which it ends, and ``state``."""
 
         def call(rest: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-            return self._call(rest, request.request_id, session_id, streams=streams)
+            return self._call(rest, state, request.request_id, session_id, streams=streams)
 
         try:
             state.add(begin)
@@ -299,13 +306,22 @@ class InferenceEngineClient:
                 record_cut_off(num_tokens)
 
     async def _call(
-        self, request: EngineRequest, generation_id: str, session_id: str | None, *, streams: bool
+        self,
+        request: EngineRequest,
+        state: GenerationState,
+        generation_id: str,
+        session_id: str | None,
+        *,
+        streams: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
         call = stream_once if streams else generate_once
         await self.pool.wait_for_engine()
         with self.pool.slot(session_id, generation_id, request) as slot:
             report_engine(slot.engine.name)
+            state.engines[slot.engine.name] = None
+            before, clock = state.engine_seconds, asyncio.get_running_loop().time
+            began = clock()
             try:
                 async with aclosing(call(slot.engine, request)) as blocks:
                     while True:
@@ -313,6 +329,7 @@ class InferenceEngineClient:
                             block = await anext(blocks, None)
                         if block is None:
                             return
+                        state.engine_seconds = before + clock() - began
                         self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
                         slot.num_tokens += len(block.token_ids)
                         if block.finish_reason is FinishReason.ABORT:

@@ -46,6 +46,10 @@ class GenerationState:
         self.finish_reason: FinishReason | None = None
         """``stop`` or ``length`` once the generation has ended."""
         self.num_aborts = 0
+        self.engines: dict[str, None] = {}
+        """Engines that were called, in order of their first call, as the client notes them."""
+        self.engine_seconds = 0.0
+        """Seconds of its engine calls, likewise."""
         self.num_cached_tokens: int | None = None
         """Cached tokens of the first call's prompt: later prompts contain tokens of the answer. None before the first token."""
         self.call_id: str | None = None

@@ -121,7 +121,7 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
                 opened = pq.ParquetFile(file.path)
         except FileNotFoundError:
             continue
-        with opened, _reading(file.path, opened.schema_arrow.names):
+        with opened, _reading(file.path, opened.schema_arrow):
             for group in reversed(range(opened.num_row_groups)):
                 table = opened.read_row_group(group, columns=["row", "turns.list.element.text"])
                 turns = table["turns"].combine_chunks()
@@ -151,8 +151,8 @@ def _tables(
 
     for file in files:
         with _reading(file.path):
-            names = pq.read_schema(file.path).names
-        with _reading(file.path, names):
+            found = pq.read_schema(file.path)
+        with _reading(file.path, found):
             table = pq.read_table(
                 file.path,
                 columns=None if columns is None else list(columns),
@@ -163,13 +163,15 @@ def _tables(
 
 
 @contextmanager
-def _reading(path: Path, names: Sequence[str] | None = None) -> Iterator[None]:
+def _reading(path: Path, found: "pa.Schema | None" = None) -> Iterator[None]:
     """Raise ``CheckpointError`` for a file that is damaged, or whose columns, if given, are not ours."""
     import pyarrow as pa
 
-    if names is not None and names != schema().names:
+    if found is not None and not found.equals(schema()):
+        fields = [field for field in found if field not in list(schema())] or list(found)
         raise CheckpointError(
-            f"{path} was written by another version of skyrl_async: it has the columns {', '.join(names)}"
+            f"{path} was written by another version of skyrl_async, or is no file of samples: it has "
+            f"{', '.join(f'{field.name} ({field.type})' for field in fields)}"
         )
     try:
         yield

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyrl_async.chat.turns import RowTurn
+from skyrl_async.columns import fields_of
 from skyrl_async.record.ended import EndedGroup, Outcome
 from skyrl_async.types import Group, Trajectory
 
@@ -42,7 +43,20 @@ def schema() -> "pa.Schema":
     """Columns of the record."""
     import pyarrow as pa
 
-    turn = pa.struct({"role": pa.string(), "text": pa.string(), "start": pa.int32(), "end": pa.int32()})
+    call = pa.struct({"id": pa.string(), "name": pa.string(), "arguments": pa.string()})
+    turn = pa.struct(
+        {
+            "role": pa.string(),
+            "text": pa.string(),
+            "start": pa.int32(),
+            "end": pa.int32(),
+            "tool_calls": pa.list_(call),
+            "tool_call_id": pa.string(),
+            "name": pa.string(),
+            "engines": pa.list_(pa.string()),
+            "engine_seconds": pa.float64(),
+        }
+    )
     span = pa.struct({"version": pa.int32(), "start": pa.int32(), "end": pa.int32()})
     return pa.schema(
         {
@@ -160,7 +174,14 @@ def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
 
 
 def _turns(turns: Sequence[RowTurn]) -> list[dict[str, Any]]:
-    return [{"role": turn.role, "text": turn.text, "start": turn.start, "end": turn.end} for turn in turns]
+    return [
+        fields_of(turn)
+        | {
+            "tool_calls": [fields_of(call) | {"id": call.id or None} for call in turn.tool_calls],
+            "engines": turn.engines or None,
+        }
+        for turn in turns
+    ]
 
 
 def _lists(columns: Sequence[np.ndarray[Any, Any] | None], dtype: np.dtype[Any]) -> "pa.Array":

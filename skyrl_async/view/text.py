@@ -46,7 +46,10 @@ def _lines(uid: str, rows: list[dict[str, Any]]) -> Iterator[str]:
             if row["turns"] is None:
                 yield "(text not kept)\n" if row["num_sampled_tokens"] is not None else ""
             for turn in row["turns"] or ():
-                yield f"[{turn['role']}] {_shown(turn['text']).rstrip()}\n"
+                answered = [turn[name] for name in ("name", "tool_call_id") if turn[name]]
+                yield f"[{_shown(' '.join([turn['role'], *answered]))}] {_shown(turn['text']).rstrip()}\n"
+                for call in turn["tool_calls"]:
+                    yield f"  -> {_shown(call['name'])}({_shown(call['arguments'])}){_shown(' ' + (call['id'] or '')).rstrip()}\n"
         yield "\n"
 
 

@@ -164,5 +164,9 @@ def _rows(session: StandInSession) -> list[dict[str, Any]]:
             "is_truncated": session.finish.get("is_truncated", False),
             "is_abandoned": is_abandoned,
             "metrics": session.finish["metrics"],
+            "messages": [
+                {"role": "assistant", "start": 2, "is_reply": True, "tool_calls": [{"name": "f", "arguments": "{}"}]}
+                | {"engines": ["engine-5"], "engine_seconds": 0.25}
+            ],
         }
     ]

@@ -16,17 +16,19 @@ from starlette.applications import Starlette
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.columns import TokenIds, VersionSpans, token_ids
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock
 from skyrl_async.endpoint.requests.request_handler import Call
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
-from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams
+from skyrl_async.types import Completion, CompletionDelta, FinishReason, SamplingParams, ToolCall
 from tests.cpu.chat_templates import qwen3
 from tests.cpu.tiny_chat import END, spelled
 
 RUN_KEY = "run-key"
 CONTROLLER_KEY = "controller-key"
+ENGINE = "engine-3"
+"""Said to sample everything."""
 TOKENIZER = qwen3()
 RENDERER = ChatRenderer(TOKENIZER)
 
@@ -69,6 +71,8 @@ class ScriptedSampler:
             text="".join(d.text for d in deltas),
             finish_reason=finish,
             num_aborts=1,
+            engines=deltas[-1].engines,
+            engine_seconds=deltas[-1].engine_seconds,
             top_logprobs=tuple(t for d in deltas for t in d.top_logprobs),
         )
 
@@ -117,6 +121,8 @@ def _delta(block: str, index: int, sampling: SamplingParams, room: int, *, is_la
         versions=(7 + index,) * len(ids),
         text=text,
         finish_reason=finish,
+        engines=(ENGINE,) if finish else (),
+        engine_seconds=0.5 if finish else None,
         top_logprobs=tuple(((i, logprob),) for i in ids) if sampling.num_top_logprobs else (),
     )
 

@@ -13,17 +13,7 @@ from enum import StrEnum
 from uuid import uuid4
 
 from skyrl_async.inference.text import num_held_back
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that the model asks for."""
-
-    id: str
-    """Unique; made here, not by the model."""
-    name: str
-    arguments: str
-    """JSON text."""
+from skyrl_async.types import ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

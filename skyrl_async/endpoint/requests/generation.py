@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from skyrl_async.chat import ChatRenderer, Tool
 from skyrl_async.columns import TokenIds, fields_of
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
-from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.inference.generation import joined
 from skyrl_async.rollout.sampler import Sampler
-from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams
+from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams, ToolCall
 
 _PROMPT_ROLE = "prompt"
 """Stands for a raw prompt in a session's tree, where no chat message can equal it."""
@@ -194,8 +194,14 @@ class Planned:
 
 def _joined(prompt_token_ids: TokenIds, deltas: Sequence[CompletionDelta]) -> Completion:
     """The completion that ``deltas``, at least one, are the blocks of."""
-    text = "".join(delta.text for delta in deltas)
-    return Completion(prompt_token_ids=prompt_token_ids, text=text, **fields_of(joined(deltas)))
+    text, last = "".join(delta.text for delta in deltas), deltas[-1]
+    return Completion(
+        prompt_token_ids=prompt_token_ids,
+        text=text,
+        engines=last.engines,
+        engine_seconds=last.engine_seconds,
+        **fields_of(joined(deltas)),
+    )
 
 
 def _stop_string(renderer: ChatRenderer, completion: Completion, sampling: SamplingParams) -> str | None:

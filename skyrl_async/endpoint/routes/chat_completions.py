@@ -64,7 +64,8 @@ class ChatCall(ChoicesCall[ChatCompletionRequest]):
             return {"message": message}
         completion = answer.completion
         text_ends = self._renderer.text_ends(completion.token_ids)
-        return {"message": message, "text_ends": text_ends, "num_aborts": completion.num_aborts}
+        origin = {name: getattr(completion, name) for name in ("num_aborts", "engines", "engine_seconds")}
+        return {"message": message, "text_ends": text_ends} | origin
 
     def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
         delta = _delta(block.parts)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyrl_async.chat import Tool
-from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
     chat_tool,
@@ -37,7 +36,7 @@ from skyrl_async.endpoint.routes.schema import (
     format_of,
 )
 from skyrl_async.endpoint.routes.surface import ItemsCall, extra_fields, provenance
-from skyrl_async.types import Message
+from skyrl_async.types import Message, ToolCall
 
 _RAW_ARGUMENTS = "__raw_arguments__"
 """The key under which a ``tool_use`` input holds arguments that are no JSON object: Anthropic's input must be one."""

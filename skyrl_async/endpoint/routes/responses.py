@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import Field
 
-from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
     ignored_metadata,
@@ -28,7 +27,7 @@ from skyrl_async.endpoint.requests.generation import Answer, GenerationRequest, 
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, ToolFields, assistant_message, format_of
 from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance
-from skyrl_async.types import Completion, CompletionDelta, Message
+from skyrl_async.types import Completion, CompletionDelta, Message, ToolCall
 
 _INPUT_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
 _OUTPUT_PARTS = _INPUT_PARTS | {"refusal": "refusal"}

@@ -4,7 +4,7 @@ A session's own key is refused here: a harness must not reward itself. Does not 
 """
 
 import contextlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -114,4 +114,4 @@ def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
 
 def _row(row: Trajectory) -> dict[str, Any]:
     columns = {"loss_mask": row.loss_mask.view(np.int8), "policy_versions": row.versions.to_json()}
-    return {name: getattr(row, name) for name in _ROW} | columns
+    return {name: getattr(row, name) for name in _ROW} | columns | {"messages": list(map(asdict, row.messages))}

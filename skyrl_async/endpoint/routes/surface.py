@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.columns import TokenIds
-from skyrl_async.endpoint.parsing.answers import AnswerParts, ToolCall
+from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.requests.fields import ignored_metadata
 from skyrl_async.endpoint.requests.generation import Answer, AnswerBlock, Planned
 from skyrl_async.endpoint.requests.guard import checked_body
@@ -33,7 +33,7 @@ from skyrl_async.endpoint.requests.shared_request import Emit
 from skyrl_async.endpoint.requests.streaming import EventStyle
 from skyrl_async.endpoint.routes.schema import SamplingFields
 from skyrl_async.runtime.tasks import run_together
-from skyrl_async.types import Completion, CompletionDelta, FinishReason
+from skyrl_async.types import Completion, CompletionDelta, FinishReason, ToolCall
 
 B = TypeVar("B", bound=SamplingFields)
 

@@ -9,16 +9,17 @@ Ids, log-probs and versions are those sampled, and each sampled token is trained
 nor advantages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from skyrl_async.chat.messages import row_messages
 from skyrl_async.columns import NO_TOKENS, Logprobs, Mask, TokenIds, VersionSpans
 from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
-from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, RowMessage, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,4 +109,15 @@ def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajecto
         weight=weight,
         is_abandoned=outcome.is_abandoned,
         metrics=dict(outcome.metrics or {}),
+        messages=tuple(_messages(branch.path)),
     )
+
+
+def _messages(path: Sequence[Turn]) -> Iterator[RowMessage]:
+    place = 0
+    for turn in path:
+        added, (reply,) = turn.addition, row_messages([turn.message])
+        yield from (replace(message, start=place) for message in turn.before)
+        place += len(added.prompt_token_ids)
+        yield replace(reply, start=place, is_reply=True, engines=added.engines, engine_seconds=added.engine_seconds)
+        place += len(added.token_ids)

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_async.chat.messages import row_messages
 from skyrl_async.columns import TokenIds, begins_with, token_ids
 from skyrl_async.endpoint.sessions.message_key import MessageKey, call_ids, message_key, reasoning_of, tools_key
 from skyrl_async.endpoint.sessions.side_requests import SideRequests, SystemKey, system_key
 from skyrl_async.errors import StateError
-from skyrl_async.types import Completion, Message
+from skyrl_async.types import Completion, Message, RowMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +34,8 @@ class Turn:
     """The completion with its prompt cut to what follows the parent's ids, and without ``top_logprobs``."""
     message: Message = field(repr=False)
     """The reply as it went out."""
+    before: tuple[RowMessage, ...] = field(repr=False)
+    """The messages between the parent's reply and this one."""
     num_messages: int
     """Messages of the conversation through this reply."""
     is_constrained: bool
@@ -164,6 +167,7 @@ class TurnTree:
                 completion, prompt_token_ids=completion.prompt_token_ids[num_known:].copy(), top_logprobs=()
             ),
             message=reply,
+            before=tuple(_added_messages(messages, match.num_messages)),
             num_messages=len(messages) + 1,
             is_constrained=is_constrained,
         )
@@ -208,6 +212,12 @@ class TurnTree:
                 "without a parent when it was rendered anew"
             )
         return len(known)
+
+
+def _added_messages(messages: Sequence[Message], num_known: int) -> list[RowMessage]:
+    """What follows the known messages, the last of which may have made calls that are answered here."""
+    num_before = min(num_known, 1)
+    return row_messages(messages[num_known - num_before :])[num_before:]
 
 
 def _possible(turns: Sequence[Turn], message: Message, mismatches: dict[Turn, int]) -> dict[Turn, int]:

@@ -26,7 +26,7 @@ from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
 from skyrl_async.generators.gym.environment import finite_reward
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.runtime.outages import Deadlines
-from skyrl_async.runtime.progress import report
+from skyrl_async.runtime.progress import report, report_engine
 from skyrl_async.types import FinishReason, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,8 @@ class AgentGenerator:
             rows = await session.finish(
                 earned.reward, metrics=earned.metrics | metrics, is_truncated=episode.is_truncated
             )
+        for engine in (name for row in rows for message in row.messages for name in message.engines):
+            report_engine(engine)
         rows = tuple(replace(row, sample_index=index) for row in rows)
         return _Sample(rows=rows, failure=failure)
 

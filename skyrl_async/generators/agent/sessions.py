@@ -18,8 +18,9 @@ import httpx
 
 from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
+from skyrl_async.rollout.group_state import from_json
 from skyrl_async.runtime.outages import Outages, Resending
-from skyrl_async.types import SamplingParams, Trajectory
+from skyrl_async.types import RowMessage, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -246,7 +247,10 @@ def _rows(_root: str, found: Any) -> tuple[Trajectory, ...]:
     return tuple(_trajectory(**row) for row in found["trajectories"])
 
 
-def _trajectory(*, response_token_ids: Any, policy_versions: list[Any], **others: Any) -> Trajectory:
+def _trajectory(
+    *, response_token_ids: Any, policy_versions: list[Any], messages: Sequence[Any] = (), **others: Any
+) -> Trajectory:
     """A row from its fields as JSON."""
     versions = VersionSpans.from_json(policy_versions, len(response_token_ids))
-    return Trajectory(response_token_ids=response_token_ids, versions=versions, **others)
+    said = from_json(tuple[RowMessage, ...], messages, "messages")
+    return Trajectory(response_token_ids=response_token_ids, versions=versions, messages=said, **others)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from skyrl_async.errors import GenerationError
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
-from skyrl_async.types import Message
+from skyrl_async.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,7 +33,10 @@ class Environment(Protocol):
         """The first messages for the policy, and anything else."""
 
     def step(self, action: str) -> Mapping[str, Any]:
-        """``observations`` (messages), ``reward``, ``done``, and maybe ``postprocessed_action``."""
+        """``observations`` (messages), ``reward``, ``done``, and maybe ``postprocessed_action`` and ``metadata``.
+
+        Metadata with ``tool_name`` and ``tool_input`` say which tool the action called; the record of samples has it.
+        """
 
     def get_metrics(self) -> dict[str, Any]:
         """Figures of this episode."""
@@ -77,8 +80,23 @@ class StepOutcome:
     is_done: bool
     postprocessed_action: str | None
     """The action as the conversation should keep it, if the environment changes it."""
+    tool_call: ToolCall | None = None
+    """The call that the environment found in the action, and answers with its observations."""
     snapshot: str | None = None
     """The environment's state after the action, as JSON text; None if it takes no snapshots or the episode is over."""
+
+
+def _tool_call(metadata: Any) -> ToolCall | None:
+    """The call that a step's metadata name; SkyRL's environments name a tool without an input where they found no call."""
+    if not isinstance(metadata, Mapping) or not metadata.get("tool_name"):
+        return None
+    given = metadata.get("tool_input")
+    if given in (None, [None]):
+        return None
+    return ToolCall(
+        name=str(metadata["tool_name"]),
+        arguments=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str),
+    )
 
 
 class CallThreads:
@@ -123,6 +141,7 @@ class EnvironmentCalls:
                 reward=finite_reward(output["reward"], f"{type(self._environment).__name__}.step"),
                 is_done=bool(output["done"]),
                 postprocessed_action=output.get("postprocessed_action"),
+                tool_call=_tool_call(output.get("metadata")),
                 snapshot=snapshot,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -6,7 +6,7 @@ know how turns are sampled, nor environments: it holds the snapshot of one that 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -26,7 +26,16 @@ from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
 from skyrl_async.rollout.group_state import SampleState, from_json
 from skyrl_async.rollout.sampler import NOTHING_SAMPLED, OpenGeneration
-from skyrl_async.types import ENVIRONMENT_VERSION, Completion, EngineOutput, Message, SamplingParams, Trajectory
+from skyrl_async.types import (
+    ENVIRONMENT_VERSION,
+    Completion,
+    EngineOutput,
+    Message,
+    RowMessage,
+    SamplingParams,
+    ToolCall,
+    Trajectory,
+)
 
 _KIND = "episode"
 """Marks this module's states among those of other generators."""
@@ -95,13 +104,24 @@ class TrajectoryBuilder:
     """Tokens that the policy sampled so far."""
     num_aborts: int = 0
     turns: list[_Addition] = field(default_factory=list)
+    messages: list[RowMessage] = field(default_factory=list)
+    """Replies and what answered them."""
 
     @property
     def num_response_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def add_turn(self, completion: Completion, num_kept: int | None = None) -> None:
-        """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``)."""
+    def add_turn(
+        self,
+        completion: Completion,
+        num_kept: int | None = None,
+        call: ToolCall | None = None,
+        observations: Sequence[Message] = (),
+    ) -> None:
+        """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``).
+
+        ``call`` is the one that the environment found in it, and answered with ``observations``, which the next turn's prompt holds.
+        """
         prompt, sampled = completion.prompt_token_ids, completion.token_ids[:num_kept]
         if not len(completion.token_ids):
             raise GenerationError("a completion must hold at least one token, got none")
@@ -121,10 +141,22 @@ class TrajectoryBuilder:
         self.token_ids = token_ids(np.concatenate([prompt, sampled]))
         self.num_sampled_tokens += len(sampled)
         self.num_aborts += completion.num_aborts
+        reply = RowMessage(
+            role="assistant",
+            start=len(prompt),
+            is_reply=True,
+            tool_calls=() if call is None else (call,),
+            engines=completion.engines,
+            engine_seconds=completion.engine_seconds,
+        )
+        tool = None if call is None else call.name
+        roles = [str(message.get("role")) for message in observations]
+        self.messages += [reply, *(RowMessage(role=role, start=len(self.token_ids), name=tool) for role in roles)]
 
     def to_json(self) -> dict[str, Any]:
         """All fields; columns stay columns."""
-        return {**fields_of(self), "turns": [_with_spans(turn) for turn in self.turns]}
+        turns, messages = [_with_spans(turn) for turn in self.turns], list(map(asdict, self.messages))
+        return {**fields_of(self), "turns": turns, "messages": messages}
 
     def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         """The training row."""
@@ -146,6 +178,7 @@ class TrajectoryBuilder:
             reward=reward,
             is_truncated=is_truncated,
             metrics=metrics,
+            messages=tuple(self.messages),
         )
 
 
@@ -175,7 +208,7 @@ class EpisodeState:
 
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
         """Add a turn that the environment has answered; ``action`` is its text as kept, ``num_kept`` its tokens (None: all)."""
-        self.builder.add_turn(turn.completion, num_kept)
+        self.builder.add_turn(turn.completion, num_kept, outcome.tool_call, outcome.observations)
         self._add_messages([{"role": "assistant", "content": action}, *outcome.observations])
         self.reward += outcome.reward
         self.num_steps += 1

@@ -275,13 +275,24 @@ function drawTurns(card, whole) {
   const tokens = whole.response_token_ids ? tokensOf(whole) : [], mode = MODES[browse.mode];
   for (const turn of whole.turns) {
     const text = el("div", { className: "text" });
+    const known = [turn.role, turn.name, turn.tool_call_id, `${number(turn.end - turn.start)} tokens`, turn.engines?.join(", ")];
+    if (turn.engine_seconds !== null) known.push(`${number(turn.engine_seconds, 3)} s`);
     card.append(el("div", { className: `turn ${["assistant", "tool", "environment", "user", "system"].includes(turn.role) ? turn.role : ""}` },
-      el("small", {}, `${shown(turn.role)} · ${number(turn.end - turn.start)} tokens`), text));
+      el("small", {}, shown(known.filter(Boolean).join(" · "))), text, ...turn.tool_calls.map(drawCall)));
     if (whole.pieces) fillTokens(text, tokens.slice(turn.start, turn.end), mode, 0);
     else text.textContent = shown(turn.text);
   }
   if (whole.metrics) card.append(el("p", { className: "soft" }, `figures of the environment: ${shown(whole.metrics)}`));
   drawScale(mode, tokens);
+}
+
+function drawCall(call) {
+  let given = call.arguments;
+  try {
+    const object = JSON.parse(given);
+    given = given.length > 80 ? JSON.stringify(object, null, 2) : given;
+  } catch { /* a tool's input that is no JSON */ }
+  return el("div", { className: "call" }, el("b", {}, shown(call.name)), el("code", {}, shown(given)), el("small", {}, shown(call.id || "")));
 }
 
 // A long turn is drawn in parts: a browser is slow with 100,000 elements.

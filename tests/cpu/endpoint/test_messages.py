@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
 from skyrl_async.endpoint.routes.messages import MessagesCall, MessagesRequest, chat_messages, tool_input
 from skyrl_async.errors import NoEngineError
+from skyrl_async.types import ToolCall
 from tests.cpu.scripted_sampler import (
     RENDERER,
     RUN_KEY,

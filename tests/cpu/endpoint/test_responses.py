@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from skyrl_async.endpoint.parsing.answers import ToolCall
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.generation import chat_tool_call
 from skyrl_async.endpoint.routes.responses import ResponsesCall, ResponsesRequest, chat_messages
 from skyrl_async.errors import NoEngineError
-from skyrl_async.types import StructuredOutput
+from skyrl_async.types import StructuredOutput, ToolCall
 from tests.cpu.scripted_sampler import (
     RENDERER,
     RUN_KEY,

@@ -12,7 +12,7 @@ from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.rows import rows as rows_of
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
-from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, RowMessage, Trajectory
 from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, completion, system, tool, user
 
 
@@ -58,6 +58,12 @@ def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Pol
         num_turns=2,
         num_aborts=3,
         metrics={"tests_passed": 1.0},
+        messages=(
+            RowMessage(role="user", start=0),
+            RowMessage(role="assistant", start=2, is_reply=True),
+            RowMessage(role="user", start=4),
+            RowMessage(role="assistant", start=5, is_reply=True),
+        ),
     )
 
 

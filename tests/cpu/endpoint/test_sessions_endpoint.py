@@ -8,7 +8,7 @@ import pytest
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
 from skyrl_async.endpoint.sessions.settings import SessionSettings
 from skyrl_async.types import SamplingParams
-from tests.cpu.scripted_sampler import RENDERER, RUN_KEY, ScriptedSampler
+from tests.cpu.scripted_sampler import ENGINE, RENDERER, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import (
     CALL,
     THOUGHT,
@@ -45,6 +45,15 @@ async def test_a_chat_of_four_turns_with_tools_is_one_exact_row(is_streamed: lis
     assert (row["reward"], row["weight"], row["num_turns"], row["metrics"]) == (0.5, 1.0, 4, {"steps": 4})
     assert not row["is_truncated"] and not row["is_abandoned"]
     assert [span["version"] for span in row["policy_versions"]][:4] == [7, 8, -1, 7]
+    replies = [message for message in row["messages"] if message["is_reply"]]
+    assert [(said["engines"], said["engine_seconds"]) for said in replies] == [([ENGINE], 0.5)] * 4
+    called = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    assert [[call["id"] for call in said["tool_calls"]] for said in replies[:2]] == [[one["id"]] for (one,) in called]
+    assert replies[0]["tool_calls"][0]["name"] == "f" and json.loads(replies[0]["tool_calls"][0]["arguments"]) == {
+        "a": 1
+    }
+    observed = [(said["tool_call_id"], said["name"]) for said in row["messages"] if said["role"] == "tool"]
+    assert observed == [(one["id"], "f") for (one,) in called]
     assert (status["num_turns"], status["num_sampled_tokens"]) == (4, sum(row["loss_mask"]))
     assert (status["messages"][-1]["content"], status["last_text"]) == ("bye", "bye")
 

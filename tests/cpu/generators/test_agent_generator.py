@@ -161,6 +161,13 @@ def everything_is_released(endpoint: StandIn) -> bool:
     return all(session.is_deleted for session in endpoint.sessions.values())
 
 
+async def test_a_sample_knows_the_engines_that_the_endpoint_called() -> None:
+    async with stand_in(echo) as endpoint, agents(endpoint) as generator:
+        asked = request()
+        await generator.generate(asked)
+    assert [asked.progress.work[index].engines for index in (0, 1)] == [("engine-5",)] * 2
+
+
 PROGRAM = """
 import json, os, sys
 from openai import OpenAI

@@ -57,7 +57,9 @@ def test_a_row_has_the_environments_tokens_between_those_of_the_policy(state: Ep
         reward=1.0,
         num_turns=2,
         num_aborts=2,
+        messages=tuple(state.builder.messages),
     )
+    assert [message.start for message in state.builder.messages if message.is_reply] == [2, 6]
     assert state.builder.num_sampled_tokens == 5 and state.builder.num_response_tokens == 6
 
 

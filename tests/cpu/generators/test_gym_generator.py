@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
+from skyrl_async.chat.turns import TurnSplitter
 from skyrl_async.columns import token_ids
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
@@ -22,6 +23,7 @@ from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongErro
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.sampler import OpenGeneration
+from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import (
     ENVIRONMENT_VERSION,
     Completion,
@@ -29,6 +31,7 @@ from skyrl_async.types import (
     FinishReason,
     Prompt,
     SamplingParams,
+    ToolCall,
     Trajectory,
 )
 from skyrl_gym_http import SkyRLGymHTTPGenerator
@@ -69,6 +72,8 @@ class ScriptedSampler:
             text=TOKENIZER.decode(ids, skip_special_tokens=True) if is_cut else text,
             finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
             num_aborts=self._num_aborts,
+            engines=("engine-3",),
+            engine_seconds=0.5,
         )
 
     def stream_tokens(self, *args: Any, **kwargs: Any) -> AsyncIterator[CompletionDelta]:
@@ -189,6 +194,17 @@ async def test_a_multi_turn_episode_keeps_every_sampled_token_and_masks_the_envi
     assert trajectory.reward == pytest.approx(0.2)
     assert (trajectory.num_turns, trajectory.num_aborts, trajectory.is_truncated) == (2, 2, False)
     assert trajectory.metrics == {"turns": 2.0, "won": 1.0}
+
+
+async def test_a_tools_call_and_its_result_are_turns_of_the_row(play: Play) -> None:
+    environment = make_environment("calculator", {"reward_spec": {"ground_truth": "42"}})
+    sampler = ScriptedSampler(["It is <calc>6*7</calc> so", "#### 42"])
+    (trajectory,) = await play(sampler, lambda *_: environment, request())
+    turns = TurnSplitter(RENDERER).turns(trajectory)
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"]
+    assert turns[1].tool_calls == (ToolCall(name="calculator", arguments="6*7"),) and not turns[3].tool_calls
+    assert turns[2].name == "calculator" and "= 42" in turns[2].text
+    assert [(turn.engines, turn.engine_seconds) for turn in turns[1::2]] == [(("engine-3",), 0.5)] * 2
 
 
 async def test_a_turn_ended_by_a_stop_string_reaches_the_environment_whole_and_gets_its_end_of_turn(play: Play) -> None:

@@ -17,7 +17,7 @@ from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, OutageError, SessionNotFoundError
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
 from skyrl_async.runtime.outages import Outages
-from skyrl_async.types import SamplingParams
+from skyrl_async.types import SamplingParams, ToolCall
 from tests.cpu.agent_endpoint import CONTROLLER_KEY, StandIn, refusal, stand_in
 from tests.patience import PATIENCE_S
 
@@ -66,6 +66,8 @@ async def test_a_finished_session_gives_exact_rows_and_is_deleted() -> None:
         assert tuple(row.versions) == (3, 4)
         assert (row.reward, row.is_truncated, row.num_turns, row.num_aborts) == (0.5, True, 1, 2)
         assert (row.metrics, row.is_abandoned, row.sample_index) == ({"fine": 1.0}, False, None)
+        (said,) = row.messages
+        assert (said.tool_calls, said.engines) == ((ToolCall(name="f", arguments="{}"),), ("engine-5",))
         (served,) = endpoint.sessions.values()
         assert served.is_deleted
         sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "max_tokens": 9}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.types import ENVIRONMENT_VERSION, Group, SampleWork, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Group, SampleWork, ToolCall, Trajectory
 
 
 def row(num_tokens: int = 3, **fields: Any) -> Trajectory:
@@ -73,6 +74,23 @@ def test_a_sample_has_its_own_seconds_and_engines_where_they_are_known(tmp_path:
     rows = written(tmp_path, EndedGroup(group=group, outcome=Outcome.FAILED, step=3, failed=[2], failure=OSError()))
     found = [(row["sample"], row["seconds"], row["engines"]) for row in rows]
     assert found == [(0, 2.5, ["engine-1", "engine-0"]), (1, 9.0, None), (2, 1.0, None)]
+
+
+def test_calls_and_observations_are_columns_that_pandas_reads(tmp_path: Path) -> None:
+    calls = (ToolCall(id="call_1", name="look", arguments='{"at": 1}'), ToolCall(name="stop", arguments=""))
+    turns = [
+        RowTurn("assistant", "I look", 0, 3, calls, engines=("engine-1",), engine_seconds=0.5),
+        RowTurn("tool", "7", 3, 5, tool_call_id="call_1", name="look"),
+    ]
+    written(tmp_path, ended("a"), turns_of=lambda row: turns)
+    first, second = pd.read_parquet(tmp_path / DIRECTORY)["turns"][0]
+    assert (first["role"], list(first["engines"]), first["engine_seconds"]) == ("assistant", ["engine-1"], 0.5)
+    assert list(first["tool_calls"]) == [
+        {"id": "call_1", "name": "look", "arguments": '{"at": 1}'},
+        {"id": None, "name": "stop", "arguments": ""},
+    ]
+    assert (second["role"], second["name"], second["tool_call_id"]) == ("tool", "look", "call_1")
+    assert not len(second["tool_calls"]) and first["tool_call_id"] is second["engines"] is None
 
 
 def test_what_was_not_trained_says_why(tmp_path: Path) -> None:
@@ -324,8 +342,13 @@ def test_kill_9_leaves_whole_files_and_every_row_that_was_flushed(tmp_path: Path
 def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
     written(tmp_path, ended("a"))
     (file,) = files_in(tmp_path / DIRECTORY)
+    older = read_samples(tmp_path)
     pd.DataFrame({"uid": ["a"]}).to_parquet(file.path)
-    with pytest.raises(CheckpointError, match=r"written by another version .* columns uid"):
+    with pytest.raises(CheckpointError, match=r"written by another version .* uid \(large_string\)"):
+        read(tmp_path)
+    turns = pa.nulls(1, pa.list_(pa.struct({"role": pa.string()})))
+    pq.write_table(older.set_column(older.schema.get_field_index("turns"), "turns", turns), file.path)
+    with pytest.raises(CheckpointError, match=r"another version .* turns \(list<.*role: string>>\)"):
         read(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=f"{file.path.name} is damaged"):

@@ -17,7 +17,7 @@ from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY, TOKENIZER
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
-from skyrl_async.types import Trajectory
+from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
 from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
@@ -51,7 +51,11 @@ def answer(*, reward: float, versions: list[int], branch_at: int = len(WORDS), s
 
 def turns(row: Trajectory) -> list[RowTurn]:
     end = 2 + len(row.response_token_ids)
-    return [RowTurn("user", "two words", 0, 2), RowTurn("assistant", "What is 2+2? Done" if end > 5 else EVIL, 2, end)]
+    call = ToolCall(id="call_1", name="add", arguments=EVIL)
+    return [
+        RowTurn("tool", "two words", 0, 2, tool_call_id="call_0", name="look"),
+        RowTurn("assistant", "What is 2+2? Done" if end > 5 else EVIL, 2, end, (call,), engines=("engine-1",)),
+    ]
 
 
 @pytest.fixture
@@ -174,6 +178,10 @@ def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> 
         expect(page.locator("#scale")).to_contain_text("version 1")
         colours = tokens.evaluate_all("all => all.map(one => one.style.background)")
         assert len(set(colours)) == 2 and colours == sorted(colours, key=colours.index), "one colour per version"
+        expect(page.locator(".turn.tool small")).to_have_text("tool · look · call_0 · 2 tokens")
+        expect(page.locator(".turn.assistant > small")).to_contain_text("engine-1")
+        expect(page.locator(".call b")).to_have_text("add")
+        assert "\\u001b[2J" in page.locator(".call code").inner_text()
         tokens.last.hover()
         expect(page.locator("#hint")).to_contain_text("version 2")
         expect(page.locator("#hint")).to_contain_text("behavior log-prob -0.25")

@@ -8,13 +8,18 @@ from skyrl_async.chat.turns import RowTurn
 from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY
 from skyrl_async.record.sample_record import SampleRecord
-from skyrl_async.types import Trajectory
+from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
 from tests.cpu.record.test_sample_record import ended, row
 
 
 def turns(row: Trajectory) -> list[RowTurn]:
-    return [RowTurn("user", "<|user|>What is 2+2?\n", 0, 2), RowTurn("assistant", "\x1b[2J4<script>\r\nDone", 2, 5)]
+    calls = (ToolCall(id="call_1", name="add", arguments='{"to": "\x1b[2J"}'), ToolCall(name="stop", arguments=""))
+    return [
+        RowTurn("user", "<|user|>What is 2+2?\n", 0, 2),
+        RowTurn("assistant", "\x1b[2J4<script>\r\nDone", 2, 4, calls, engines=("engine-1",), engine_seconds=0.25),
+        RowTurn("tool", "= 4", 4, 5, tool_call_id="call_1", name="add"),
+    ]
 
 
 @pytest.fixture
@@ -40,6 +45,14 @@ def test_no_text_commands_the_terminal(run_dir: Path, capsys: pytest.CaptureFixt
     main([str(run_dir), "--text", "sum-1"])
     shown = capsys.readouterr().out
     assert "[assistant] \\x1b[2J4<script>\\r\nDone\n" in shown and "\x1b" not in shown
+
+
+def test_a_call_is_shown_as_a_call_and_its_result_as_its_tools(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(run_dir), "--text", "sum-1"])
+    shown = capsys.readouterr().out
+    assert '  -> add({"to": "\\x1b[2J"}) call_1\n  -> stop()\n[tool add call_1] = 4\n' in shown
 
 
 def test_a_text_that_was_not_kept_is_said_to_be_missing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
