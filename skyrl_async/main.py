@@ -238,7 +238,7 @@ class _Run:
                     disk=self.disk,
                 )
                 self._engines = parts.engines
-                console.watch(trainer.stages)
+                console.watch(trainer.stages, trainer.failure_reasons)
                 collect_rarely()
                 with self.interruption.ending_afterwards():
                     await self._train(trainer, parts, console)

@@ -154,7 +154,7 @@ class Fleet:
     front_ends: Sequence[FrontEndPool] = field(default=(), kw_only=True)
     """Learn which engines there are, at every change and every heartbeat interval."""
     trace: Trace = field(default_factory=lambda: Trace(None, time.monotonic), kw_only=True)
-    """Gets a span per restart, from an engine's death until another serves in its place."""
+    """Gets the moment of each engine's death, and a span per restart, from then until another serves in its place."""
     lives: dict[str, EngineLife] = field(default_factory=dict, kw_only=True)
     """By place, which has the name of its first engine. Given for engines that were restarted before they served."""
     _members: list[_Member] = field(default_factory=list, init=False)
@@ -279,6 +279,7 @@ class Fleet:
         while (reason := await self._death_of(member)) is not None:
             member.life.die()
             self.client.drop_engine(member.engine, EngineDeadError(reason))
+            self.trace.moment("death", f"engines/{member.engine.name}", reason=reason)
             with self.trace.span("restart", track=f"engines/{member.engine.name}", reason=reason):
                 await member.engine.close()
                 is_back = await self._restart(member, reason)

@@ -3,12 +3,18 @@
 A rule looks at one figure. It gives an alarm when the figure has been bad in each of the last ``num_steps`` steps that have it.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import shorten
 
 Row = Mapping[str, float]
 """Figures of a step by metric name."""
 
+FAILED = "generate/failed_frac"
+_NUMBER = re.compile(r"\d+")
+_MAX_REASON = 200
 _WARM_UP_STEPS = 2
 """Caches are cold, and groups of the first steps were begun together."""
 
@@ -71,10 +77,10 @@ def _is_costly(seconds: float, row: Row) -> bool:
 RULES = (
     Rule(
         name="failing samples",
-        metric="generate/failed_frac",
+        metric=FAILED,
         is_bad=_at_least(0.1),
         says="{value:.0%} of the samples fail",
-        advice="The commonest reason is under Samples, outcome failed; generator.max_retries tries more often.",
+        advice="Samples, outcome failed, has each with its reason; generator.max_retries tries more often.",
         num_steps=3,
     ),
     Rule(
@@ -200,11 +206,26 @@ RULES = (
 """The most serious first."""
 
 
-def alarms(rows: Sequence[Row]) -> Iterator[Alarm]:
+def alarms(rows: Sequence[Row], failures: Callable[[], Sequence[str]] = tuple) -> Iterator[Alarm]:
     """Yield what is wrong at the newest step, the most serious first.
 
     Args:
         rows: figures of steps with ``step``, in order; the newest fifty are enough.
+        failures: returns why the newest samples failed; called if too many do.
     """
-    found = (rule.alarm(rows) for rule in RULES)
-    return (alarm for alarm in found if alarm is not None)
+    for rule in RULES:
+        alarm = rule.alarm(rows)
+        if alarm is not None and alarm.metric == FAILED:
+            alarm = replace(alarm, says=alarm.says + _commonest(failures()))
+        if alarm is not None:
+            yield alarm
+
+
+def _commonest(reasons: Sequence[str]) -> str:
+    """The reason that most have, but for numbers, with its share; empty without reasons."""
+    kinds = Counter(_NUMBER.sub("#", reason) for reason in reasons)
+    if not kinds:
+        return ""
+    kind, num = kinds.most_common(1)[0]
+    newest = next(reason for reason in reversed(reasons) if _NUMBER.sub("#", reason) == kind)
+    return f", {num / len(reasons):.0%} of them with {shorten(newest, _MAX_REASON, placeholder=' ...')}"

@@ -55,6 +55,7 @@ class Console:
         self._rows: deque[Row] = deque(maxlen=_NUM_ROWS)
         self._alarms: list[Alarm] = []
         self._stages: Callable[[], Sequence[StageStatus]] = list
+        self._failures: Callable[[], Sequence[str]] = tuple
         self._due = {_STAGES: self.clock() + _INTERVALS_S[_STAGES]}
         self._phase = ""
 
@@ -87,7 +88,7 @@ class Console:
         """Show the values of a step, and a new alarm. A value that the step lacks keeps its last state."""
         self._values.update(values)
         self._rows.append({"step": step, **values})
-        known, self._alarms = {alarm.name for alarm in self._alarms}, list(alarms(self._rows))
+        known, self._alarms = {alarm.name for alarm in self._alarms}, list(alarms(self._rows, self._failures))
         if self._display is not None:
             self._display.set_values(step, self._values)
             self._display.alarms = self._alarms
@@ -102,9 +103,12 @@ class Console:
         if (stages := self._stages()) and self._is_due(_STAGES):
             self.message(f"[stages: {'; '.join(map(str, stages))}]")
 
-    def watch(self, stages: Callable[[], Sequence[StageStatus]]) -> None:
-        """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds."""
-        self._stages = stages
+    def watch(self, stages: Callable[[], Sequence[StageStatus]], failures: Callable[[], Sequence[str]] = tuple) -> None:
+        """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds.
+
+        ``failures``: why the newest samples failed, for the alarm that too many do.
+        """
+        self._stages, self._failures = stages, failures
 
     def stuck(self, lines: Sequence[str]) -> None:
         """Show what takes too long, the longest first, until the next call. An empty list clears it."""

@@ -84,6 +84,11 @@ class Trace:
         """Trace a span from ``begin`` to ``end``, seconds on the trace's clock. On such a track spans must not overlap."""
         self._write_span(self._free_lane(track), name, begin, end, args)
 
+    def moment(self, name: str, track: str, **args: Any) -> None:
+        """Trace this moment, as a span of no length."""
+        now = self._clock()
+        self.past_span(name, track, now, now, **args)
+
     def open_spans(self) -> tuple[OpenSpan, ...]:
         """Return the innermost spans that are open now, the oldest first."""
         now = self._clock()

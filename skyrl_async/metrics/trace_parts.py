@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -198,18 +199,18 @@ class TraceParts:
 
 
 def _thin(part: Path) -> None:
-    """Keep of each track the longest spans, of all together at most a tenth. Tracks with few spans keep them all."""
+    """Keep of each track its moments and longest spans, of all together at most a tenth. Tracks with few spans keep them all."""
     heads: list[str] = []
     tracks: dict[int, str] = {}
     spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-    """Track -> (microseconds, position in the part, line) of its spans."""
+    """Track -> (microseconds, position in the part, line) of its spans; a moment comes before any span."""
     for position, event in enumerate(_events(part)):
         line = _encode(event)
         if event["ph"] == "M":
             heads.append(line)
             tracks |= {event["tid"]: event["args"]["track"]} if "track" in event["args"] else {}
         else:
-            spans[tracks[event["tid"]]].append((event["dur"], position, line))
+            spans[tracks[event["tid"]]].append((event["dur"] or sys.maxsize, position, line))
         if position % _LINES_PER_TURN == 0:
             time.sleep(0.0005)
     most = int(_THINNED_SHARE * sum(map(len, spans.values()))) // max(1, len(spans))

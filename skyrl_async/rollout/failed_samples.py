@@ -159,12 +159,15 @@ class FailureWatch:
         self._limit = max_failed_fraction
         self._failed_shares: deque[float] = deque(maxlen=_WINDOW)
         self._last: tuple[str, Exception] | None = None
+        self.reasons: deque[str] = deque(maxlen=_WINDOW)
+        """Why the newest of the failed groups failed."""
 
     def count(self, uid: str, error: Exception | None, *, share: float = 1.0) -> None:
         """Count a group, of which this share failed if there is an error. Raises ``GenerationError`` if too many failed."""
         self._failed_shares.append(share if error else 0.0)
         if error is not None:
             self._last = uid, error
+            self.reasons.append(f"{type(error).__name__}: {error}")
             self.raise_if_too_many()
 
     def raise_if_too_many(self, *, has_ended: bool = False) -> None:

@@ -121,6 +121,11 @@ class GenerationWorkers:
             + self._retrier.num_wasted_tokens,
         }
 
+    @property
+    def failure_reasons(self) -> list[str]:
+        """Why the newest failed groups failed, the newest last."""
+        return list(self._failures.reasons)
+
     async def run(self, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 

@@ -93,6 +93,10 @@ class FullyAsyncTrainer:
         """Return what each stage does now, in the order of the data's flow."""
         return self._run.board.statuses()
 
+    def failure_reasons(self) -> list[str]:
+        """Return why the newest failed groups failed, the newest last."""
+        return self._run.workers.failure_reasons
+
     @property
     def throughput_beside_validation(self) -> float | None:
         """Training throughput during validation, relative to the throughput without; None where unknown."""

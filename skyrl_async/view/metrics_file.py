@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from skyrl_async.errors import CheckpointError
 
-_MAX_POINTS = 2000
+MAX_POINTS = 2000
 """Longest series. The figures of a longer one are means over neighbouring steps."""
 
 
@@ -86,11 +86,23 @@ class MetricsFile:
             for i in range(first, len(self._index))
         ]
 
-    def series(self, names: Iterable[str]) -> dict[str, Sequence[float]]:
-        """``step``, ``time_s`` and these metrics, of equal length, NaN where a step has none; unknown metrics are left out."""
-        stride = -(-len(self._index) // _MAX_POINTS) or 1
+    def series(
+        self, names: Iterable[str], by: str = "step", begin: float = -math.inf, end: float = math.inf
+    ) -> dict[str, Sequence[float]]:
+        """``step``, ``time_s`` and these metrics, of equal length, NaN where a step has none; unknown metrics are left out.
+
+        Args:
+            names: the metrics.
+            by: ``step`` or ``time_s``.
+            begin, end: values of ``by`` between which figures are returned, with one more on either side. Fewer are returned as they are,
+                many as means over neighbouring steps.
+        """
+        places = self._column(by) if by in self._columns else np.empty(0)
+        inside = np.flatnonzero((places >= begin) & (places <= end))
+        first, last = (max(0, inside[0] - 1), inside[-1] + 2) if len(inside) else (0, 0)
+        stride = -(-(min(last, len(places)) - first) // MAX_POINTS) or 1
         return {
-            name: _means(self._column(name), stride).tolist()
+            name: _means(self._column(name)[first:last], stride).tolist()
             for name in dict.fromkeys(("step", "time_s", *names))
             if name in self._columns
         }

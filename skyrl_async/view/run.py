@@ -1,6 +1,7 @@
 """One run as the page shows it, read from the files of its directory, which may grow meanwhile."""
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,9 @@ from skyrl_async.config.help import flat
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.alarms import alarms
 from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
+from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
-from skyrl_async.view.metrics_file import MetricsFile
+from skyrl_async.view.metrics_file import MAX_POINTS, MetricsFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _METRICS, _CONFIG = "metrics.jsonl", "config.yaml"
 _ALARM_STEPS = 200
+_FAILURE_ROWS = 2000
 _CODED = ("outcome", "reason", "uid")
 """Columns of few different texts: sent as numbers into a list of them."""
 _FIGURES = (
@@ -58,12 +61,22 @@ class ViewedRun:
             return {
                 "directory": str(self.directory),
                 "step": steps[-1] if steps else 0,
+                "has_means": len(steps) > MAX_POINTS,
                 "num_lines": self._metrics.num_lines,
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
                 "metrics": self._metrics.names,
-                "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS))],
+                "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS), self._failures)],
             }
+
+    def _failures(self) -> list[str]:
+        """Why the newest samples failed."""
+        files = files_in(self.directory / DIRECTORY)
+        begin = max(0, files[-1].end - _FAILURE_ROWS) if files else 0
+        rows = read_samples(self.directory, ["outcome", "reason", "num_response_tokens"], begin=begin).to_pylist()
+        # Finished samples of a group that failed have tokens.
+        failed = (row for row in rows if row["outcome"] == Outcome.FAILED and row["num_response_tokens"] is None)
+        return [row["reason"] for row in failed]
 
     def settings(self) -> dict[str, Any]:
         """The values in force by key; empty where they are not known."""
@@ -71,11 +84,15 @@ class ViewedRun:
             return dict(flat(yaml.safe_load((self.directory / _CONFIG).read_text(encoding="utf-8"))))
         return {}
 
-    def series(self, names: Sequence[str]) -> dict[str, Sequence[float]]:
-        """The figures of these names by step; ``MetricsFile.series`` says what each holds."""
+    def series(
+        self, names: Sequence[str], by: str = "step", begin: float | None = None, end: float | None = None
+    ) -> dict[str, Sequence[float]]:
+        """The figures of these names by step; ``MetricsFile.series`` says what each holds. None: from the first or to the last."""
         with self._reading:
             self._metrics.read()
-            return self._metrics.series(names)
+            return self._metrics.series(
+                names, by, -math.inf if begin is None else begin, math.inf if end is None else end
+            )
 
     def samples(self, begin: int) -> dict[str, Any]:
         """The figures of rows from ``begin`` on by column, of the first ``MAX_ROWS`` of them."""

@@ -2,7 +2,7 @@
 
 GET /                                   the page
 GET /api/overview                       runs, alarms, differing settings; asked every two seconds
-GET /api/series?run=0&names=a,b         figures by step
+GET /api/series?run=0&names=a,b         figures by step; &by=step&begin=10&end=20: only those between
 GET /api/samples?run=0&begin=0          figures of rows, at most 50,000 per answer
 GET /api/sample?run=0&row=17            one row: texts, tokens, log-probs
 GET /api/find?run=0&words=...           rows with these words in a text
@@ -69,7 +69,11 @@ def make_app(runs: Sequence[ViewedRun], token: str | None = None) -> Starlette:
         return FileResponse(PAGE / "index.html")
 
     def series(run: ViewedRun, request: Request) -> Any:
-        return run.series(request.query_params.get("names", "").split(","))
+        asked = request.query_params
+        by = asked.get("by", "step")
+        if by not in ("step", "time_s"):
+            raise ValueError(f"by must be step or time_s, got {by!r}")
+        return run.series(asked.get("names", "").split(","), by, _number(request, "begin"), _number(request, "end"))
 
     def samples(run: ViewedRun, request: Request) -> Any:
         return run.samples(_integer(request, "begin", 0))
@@ -81,7 +85,7 @@ def make_app(runs: Sequence[ViewedRun], token: str | None = None) -> Starlette:
         return run.find(request.query_params.get("words", ""))
 
     def spans(run: ViewedRun, request: Request) -> Any:
-        return run.spans(_seconds(request, "begin"), _seconds(request, "end"))
+        return run.spans(_number(request, "begin"), _number(request, "end"))
 
     routes = [
         Route("/", page),
@@ -119,12 +123,12 @@ def _integer(request: Request, name: str, default: int | None, highest: int | No
     return int(given)
 
 
-def _seconds(request: Request, name: str) -> float | None:
+def _number(request: Request, name: str) -> float | None:
     given = request.query_params.get(name)
     try:
         return None if given is None else float(given)
     except ValueError:
-        raise ValueError(f"{name} must be seconds, got {given!r}") from None
+        raise ValueError(f"{name} must be a number, got {given!r}") from None
 
 
 class _Headers:

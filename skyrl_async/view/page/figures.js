@@ -24,12 +24,12 @@ const PANELS = [
   { title: "Publishing weights", unit: "s", lines: { "timing/publish": "whole", "timing/pause": "engines paused" }, zero: true },
 ];
 
-const figures = { charts: [], byTime: false, smooth: true, series: [], extra: [], seen: "" };
+const figures = { charts: [], byTime: false, smooth: true, series: [], extra: [], seen: "", range: null };
 
 function buildFigures() {
   const place = byId("run");
-  const toggle = (name, label) =>
-    el("label", {}, el("input", { type: "checkbox", checked: figures[name], onchange: (e) => { figures[name] = e.target.checked; drawFigures(); } }), label);
+  const toggle = (name, label, changed) =>
+    el("label", {}, el("input", { type: "checkbox", checked: figures[name], onchange: (e) => { figures[name] = e.target.checked; changed(); } }), label);
   const all = el("datalist", { id: "metrics" });
   const more = el("input", { list: "metrics", placeholder: "add a metric …", ariaLabel: "add a metric", size: 28 });
   more.addEventListener("change", () => {
@@ -39,7 +39,8 @@ function buildFigures() {
     loadFigures();
   });
   place.append(
-    el("div", { className: "bar" }, toggle("byTime", "by time"), toggle("smooth", "moving average"), more, all,
+    el("div", { className: "bar" }, toggle("byTime", "by time", () => zoomTo(null)), toggle("smooth", "moving average", drawFigures), more, all,
+      el("button", { id: "whole", hidden: true, onclick: () => zoomTo(null) }, "whole run"),
       el("span", { className: "soft" }, "drag: zoom · double click: all")),
     el("div", { className: "panels" }),
     el("div", { id: "differences" }),
@@ -54,7 +55,9 @@ function panelsNow() {
 
 async function loadFigures() {
   const names = panelsNow().flatMap((panel) => Object.keys(panel.lines)).join();
-  figures.series = await Promise.all(overview.runs.map((_, run) => ask("series", { run, names })));
+  const { range, byTime } = figures;
+  const within = range && { by: byTime ? "time_s" : "step", begin: range.min, end: range.max };
+  figures.series = await Promise.all(overview.runs.map(({ has_means }, run) => ask("series", { run, names, ...(has_means ? within : null) })));
   byId("metrics").replaceChildren(...[...new Set(overview.runs.flatMap((run) => run.metrics))].map((value) => el("option", { value })));
   drawFigures();
   drawDifferences();
@@ -66,6 +69,13 @@ function refreshFigures() {
   figures.seen = seen;
   return loadFigures();
 }
+
+// One drag is reported by every chart, as they share a cursor. A long run has means; their detail is asked for.
+const zoomTo = later(20, (range) => {
+  figures.range = range;
+  byId("whole").hidden = !range;
+  return overview.runs.some((run) => run.has_means) && !RECORDED ? loadFigures() : drawFigures();
+});
 
 // An exponential moving average, corrected for its start.
 function smoothed(values, weight = 0.7) {
@@ -99,11 +109,10 @@ function linesOf(panel) {
 function drawFigures() {
   for (const chart of figures.charts) chart.destroy();
   figures.charts = [];
-  const zoomed = figures.zoom?.byTime === figures.byTime ? figures.zoom : null;
-  byId("run").querySelector(".panels").replaceChildren(...panelsNow().map((panel) => drawPanel(panel, zoomed)));
+  byId("run").querySelector(".panels").replaceChildren(...panelsNow().map(drawPanel));
 }
 
-function drawPanel(panel, zoom) {
+function drawPanel(panel) {
   const lines = linesOf(panel);
   const card = el("div", { className: "card panel" }, el("h3", {}, panel.title, el("small", {}, panel.unit || "")));
   const legend = el("div", { className: "legend" });
@@ -142,7 +151,8 @@ function drawPanel(panel, zoom) {
   requestAnimationFrame(() => {
     const chart = new uPlot({
       width: place.clientWidth || 380, height: 170, series, legend: { show: false },
-      cursor: { sync: { key: "figures", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 5 } },
+      cursor: { sync: { key: "figures", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 5 },
+        bind: { dblclick: () => () => zoomTo(null) } },
       scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, panel.zero) } },
       axes: [
         { ...axis, size: 30, values: (_, ticks) => ticks.map((tick) => (figures.byTime ? duration(tick) : number(tick))) },
@@ -150,17 +160,18 @@ function drawPanel(panel, zoom) {
       ],
       hooks: {
         ready: [show], setCursor: [show],
-        setScale: [(u, key) => { if (key === "x") figures.zoom = { byTime: figures.byTime, min: u.scales.x.min, max: u.scales.x.max, isAll: isAll(u) }; }],
+        setSelect: [(u) => {
+          const { left, width } = u.select;
+          if (width > 0) zoomTo({ min: u.posToVal(left, "x"), max: u.posToVal(left + width, "x") });
+        }],
       },
     }, data, place);
-    if (zoom && !zoom.isAll) chart.setScale("x", zoom);
+    if (figures.range) chart.setScale("x", figures.range);
     chart.place = place;
     figures.charts.push(chart);
   });
   return card;
 }
-
-const isAll = (u) => u.scales.x.min <= u.data[0][0] && u.scales.x.max >= u.data[0][u.data[0].length - 1];
 
 // A run that went on from an earlier step has times that go back; a chart wants them ascending.
 function inOrder(table) {

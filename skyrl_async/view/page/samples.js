@@ -16,8 +16,14 @@ const COLUMNS = [
   { name: "tokens", width: "72px", of: (s) => number(s.num_sampled_tokens), by: (s) => s.num_sampled_tokens, n: true },
   { name: "turns", width: "56px", of: (s) => number(s.num_turns), by: (s) => s.num_turns, n: true },
   { name: "seconds", width: "76px", of: (s) => number(s.seconds, 3), by: (s) => s.seconds, n: true },
+  { name: "engine", width: "minmax(90px, 1fr)", of: (s) => shown(s.engines || ""), by: (s) => s.engines },
   { name: "reason", width: "minmax(120px, 2fr)", of: (s) => (s.is_truncated && !s.reason ? "truncated" : shown(s.reason || "")), by: (s) => s.reason },
 ];
+// Figures between two bounds; a sample of several versions has a range of its own.
+const RANGES = {
+  reward: (s) => [s.reward, s.reward], tokens: (s) => [s.num_sampled_tokens, s.num_sampled_tokens], step: (s) => [s.step, s.step],
+  staleness: (s) => [s.staleness, s.staleness], version: (s) => [s.first_version, s.last_version],
+};
 const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, chosen: null, mode: "version", isSide: false };
 
 function buildSamples() {
@@ -31,8 +37,7 @@ function buildSamples() {
       el("select", { id: "of-run", ariaLabel: "run", onchange: changed }),
       el("select", { id: "of-outcome", ariaLabel: "outcome", onchange: changed }, el("option", { value: "" }, "every outcome")),
       input("of-uid", "uid or reason", 18), words,
-      el("label", {}, "reward", input("reward-from", "from", 4), input("reward-to", "to", 4)),
-      el("label", {}, "step", input("step-from", "from", 4), input("step-to", "to", 4)),
+      ...Object.keys(RANGES).map((name) => el("label", {}, name, input(`${name}-from`, "from", 3), input(`${name}-to`, "to", 3))),
       el("button", { onclick: clearFilters }, "clear"),
       el("span", { id: "num-rows", className: "soft", role: "status" })),
     el("div", { className: "browse", id: "browse" }, el("div", { className: "card rows", id: "rows", tabIndex: 0 }), el("div", { className: "detail", id: "detail" })),
@@ -111,7 +116,7 @@ async function findWords() {
 }
 
 function clearFilters() {
-  for (const id of ["of-run", "of-outcome", "of-uid", "words", "reward-from", "reward-to", "step-from", "step-to"]) byId(id).value = "";
+  for (const id of ["of-run", "of-outcome", "of-uid", "words", ...Object.keys(RANGES).flatMap((name) => [`${name}-from`, `${name}-to`])]) byId(id).value = "";
   browse.words = "";
   browse.found = null;
   filterRows();
@@ -121,13 +126,16 @@ function filterRows() {
   const text = (id) => byId(id).value.trim();
   const bound = (id, without) => (text(id) === "" || Number.isNaN(Number(text(id))) ? without : Number(text(id)));
   const [run, outcome, uid] = [text("of-run"), text("of-outcome"), text("of-uid").toLowerCase()];
-  const rewards = [bound("reward-from", -Infinity), bound("reward-to", Infinity)], steps = [bound("step-from", -Infinity), bound("step-to", Infinity)];
-  const wantsReward = rewards.some(Number.isFinite);
+  const ranges = Object.entries(RANGES).map(([name, of]) => ({ of, low: bound(`${name}-from`, -Infinity), high: bound(`${name}-to`, Infinity) }))
+    .filter(({ low, high }) => Number.isFinite(low) || Number.isFinite(high));
+  const isInside = (s) => ranges.every(({ of, low, high }) => {
+    const [first, last] = of(s);
+    return first !== null && last >= low && first <= high;
+  });
   browse.visible = browse.samples.flat().filter((s) =>
     (run === "" || s.run === Number(run)) && (!outcome || s.outcome === outcome) &&
     (!uid || s.uid.toLowerCase().includes(uid) || (s.reason || "").toLowerCase().includes(uid)) &&
-    (!wantsReward || (s.reward !== null && s.reward >= rewards[0] && s.reward <= rewards[1])) &&
-    s.step >= steps[0] && s.step <= steps[1] && (!browse.found || browse.found[s.run].has(s.row)));
+    isInside(s) && (!browse.found || browse.found[s.run].has(s.row)));
   sortRows();
 }
 

@@ -6,8 +6,9 @@ const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: t
 
 const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
-  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version",
+  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version", "#a01818": "engine's death",
 };
+const DEATH = 7; // half the width that answers to the pointer
 
 function buildTime() {
   const canvas = el("canvas", { id: "timeline" });
@@ -87,13 +88,14 @@ async function loadTime() {
   drawWaits();
 }
 
-// What each engine served between its loads.
+// What each engine served between its loads, and how far the trainer was ahead of it in the end.
 function served({ spans, end }) {
   const of = {};
+  const newest = (at) => Math.max(0, ...spans.filter((span) => span.name === "gather" && span.begin <= at).map((span) => span.args.version));
   for (const span of spans) if (span.track.startsWith("engines/")) (of[span.track] ??= []).push(span);
   return Object.values(of).flatMap((changes) => changes.sort((a, b) => a.begin - b.begin).flatMap((change, i) => {
     const until = changes[i + 1]?.begin ?? end;
-    return change.name === "load" && until > change.end ? [{ ...change, name: "serves", begin: change.end, end: until }] : [];
+    return change.name === "load" && until > change.end ? [{ ...change, name: "serves", begin: change.end, end: until, args: { ...change.args, "steps behind at the end": Math.max(0, newest(until) - change.args.version) } }] : [];
   }));
 }
 
@@ -132,10 +134,15 @@ function drawTime() {
     draw.fillText(span.lane > 1 ? "" : label(span.track), 0, y + ROW / 2, LEFT - 8);
   });
   time.boxes = [];
+  const deaths = [];
   for (const span of spans) {
     const row = rowOf.get(`${span.track}\n${span.lane}`);
     if (row === undefined || span.end < begin || span.begin > end) continue;
     const from = Math.max(LEFT, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
+    if (span.name === "death") {
+      deaths.push({ from: from - DEATH, to: from + DEATH, row, span });
+      continue;
+    }
     draw.fillStyle = colorOf(span, color);
     draw.fillRect(from, y, Math.max(1, to - from - 0.5), ROW - 6);
     time.boxes.push({ from, to: Math.max(to, from + 2), row, span });
@@ -145,9 +152,22 @@ function drawTime() {
       draw.fillText(text, from + 4, TOP + row * ROW + ROW / 2);
     }
   }
+  for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color("--card"));
+  time.boxes.push(...deaths);
   byId("time-state").textContent = spans.length
     ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${left ? ` · ${left} spans shorter than a pixel` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
+}
+
+// A cross, drawn over whatever came before and after.
+function drawDeath(draw, x, y, around) {
+  for (const [style, width] of [[around, 6], ["#a01818", 3]]) {
+    Object.assign(draw, { strokeStyle: style, lineWidth: width });
+    draw.beginPath();
+    for (const side of [-1, 1]) { draw.moveTo(x - 5, y + ROW / 2 - 6 * side); draw.lineTo(x + 5, y + ROW / 2 + 6 * side); }
+    draw.stroke();
+  }
+  draw.lineWidth = 1;
 }
 
 const label = (track) => track.replace(/^stages\//, "").replace(/^engines\//, "");

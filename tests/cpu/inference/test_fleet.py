@@ -19,6 +19,8 @@ from skyrl_async.errors import EngineStartError, InferenceError, NoEngineError, 
 from skyrl_async.inference.engine_life import EngineLife, EngineState
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.trace_parts import read_spans
 from skyrl_async.runtime.heartbeat import Heartbeat, Silence
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
@@ -107,10 +109,11 @@ def all_is_trained(simulation: Simulation, config: SimulationSettings = RUN) -> 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_an_engine_that_dies_or_freezes_is_replaced_by_one_of_the_current_version_while_training_goes_on(
-    fault: str,
+    fault: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
         setting = Setting()
+        setting.fleet.trace = Trace(tmp_path, asyncio.get_running_loop().time)
         steps_before = 0
 
         async def look() -> None:
@@ -133,8 +136,12 @@ def test_an_engine_that_dies_or_freezes_is_replaced_by_one_of_the_current_versio
         assert setting.fleet.statistics()["engines/restarts"] == 1
         assert setting.lines == []
         assert (setting.fleet.statistics()["engines/heartbeats_missed"] > 0) == (fault == "freeze")
+        setting.fleet.trace.close()
 
     run_in_virtual_time(main())
+    death, restart = read_spans(tmp_path)
+    assert (death.name, restart.name, death.track) == ("death", "restart", "engines/engine-0")
+    assert death.begin == death.end == restart.begin < restart.end - BOOT_SECONDS
 
 
 def test_a_heartbeat_within_its_time_keeps_an_engine_and_is_counted_as_missed() -> None:

@@ -78,6 +78,19 @@ def test_one_bad_step_is_no_alarm_and_a_step_that_lacks_the_figure_is_passed_ove
     assert found.since_step == 21
 
 
+def test_the_alarm_on_failing_samples_names_the_commonest_reason_and_its_share() -> None:
+    rows = steps(*[FAULTS["failing samples"]] * 10)
+    slow = [f"DeadlineError: the rollout of p{number} took longer than 30 s" for number in range(3)]
+    (found,) = alarms(rows, lambda: ["OSError: gone", *slow])
+    assert (
+        found.says == "20% of the samples fail, 75% of them with DeadlineError: the rollout of p2 took longer than 30 s"
+    )
+    (found,) = alarms(rows, lambda: [f"ValueError: {'x ' * 10_000}"])
+    assert found.says.endswith("x ...") and len(found.says) < 300
+    (found,) = alarms(rows)
+    assert found.says == "20% of the samples fail"
+
+
 def test_the_first_steps_are_left_out() -> None:
     assert not list(alarms(steps(*[FAULTS["trainer idle"]] * 5)))
 

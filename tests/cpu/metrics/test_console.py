@@ -222,6 +222,15 @@ def test_a_new_alarm_is_a_line_and_one_that_lasts_is_said_again_with_the_summary
     assert shown[1].startswith("alarm: The trainer waits")
 
 
+def test_an_alarm_on_failing_samples_says_why_they_fail() -> None:
+    console, file, _ = plain()
+    console.watch(list, lambda: ["OSError: gone"])
+    with console:
+        for step in range(1, 10):
+            console.log(step, {"generate/failed_frac": 0.5})
+    assert "[alarm: 50% of the samples fail, 100% of them with OSError: gone (since" in file.getvalue()
+
+
 def test_a_terminal_shows_the_newest_alarm() -> None:
     console, file = terminal()
     with console:

@@ -79,6 +79,10 @@ def run_dir(tmp_path: Path) -> Path:
     trace = Trace(run_dir / "trace", lambda: 0.0)
     trace.past_span("group", "generation", 1.0, 7.0, uid="sum-1")
     trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
+    trace.past_span("load", "engines/engine-0", 1.0, 2.0, version=3)
+    trace.past_span("gather", "publish", 2.5, 3.0, version=4)
+    trace.past_span("death", "engines/engine-0", 4.5, 4.5, reason="killed")
+    trace.past_span("restart", "engines/engine-0", 4.5, 6.0, reason="killed")
     trace.close()
     return run_dir
 
@@ -140,6 +144,27 @@ def test_figures_are_drawn_with_what_is_wrong_first_and_follow_the_run(run_dir: 
         assert drawn > 100, "pixels in the colour of the line"
 
 
+def test_a_zoom_into_a_long_run_shows_its_steps_instead_of_means(run_dir: Path, page: Page) -> None:
+    rewards = ({"step": n, "time_s": 2.0 * n, "reward/mean": float(n % 2)} for n in range(9, 10_000))
+    append(run_dir / "metrics.jsonl", *rewards)
+    with served(run_dir) as address:
+        page.goto(address)
+        panel = page.locator(".panel", has_text="Reward")
+        page.get_by_label("moving average").uncheck()
+        expect(panel.locator(".legend")).to_have_text("0.5 training")
+        box = panel.locator(".u-over").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 100, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 110, box["y"] + 50, steps=3)
+        with page.expect_response(lambda answer: "by=step" in answer.url) as asked:
+            page.mouse.up()
+        found = asked.value.json()
+        assert set(found["reward/mean"]) == {0.0, 1.0} and 100 < len(found["step"]) < 2000
+        page.get_by_role("button", name="whole run").click()
+        expect(panel.locator(".legend")).to_have_text("0.5 training")
+
+
 def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, page: Page, tmp_path: Path) -> None:
     other = tmp_path / "second"
     shutil.copytree(run_dir, other)
@@ -163,6 +188,11 @@ def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> 
         page.get_by_text("clear").click()
         page.fill("#reward-from", "0.5")
         expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        page.get_by_text("clear").click()
+        page.fill("#version-from", "2")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        page.fill("#tokens-to", "16")
+        expect(page.locator("#num-rows")).to_have_text("0 of 6 samples")
         page.get_by_text("clear").click()
         page.fill("#words", "WHAT is 2")
         page.press("#words", "Enter")
@@ -222,8 +252,21 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
         expect(page.locator("#waits td").first).to_have_text("5.5")
         canvas = page.locator("#timeline").bounding_box()
         assert canvas is not None
-        page.mouse.move(canvas["x"] + canvas["width"] / 2, canvas["y"] + 24 + 22 + 11)
+
+        def point_at(row: int, second: float) -> None:
+            share = (second - 0) / 7.5
+            x = canvas["x"] + 150 + share * (canvas["width"] - 150)
+            page.mouse.move(x, canvas["y"] + 24 + 22 * row + 11)
+
+        point_at(3, 3.5)
         expect(page.locator("#hint")).to_contain_text("uid: sum-1")
+        point_at(0, 3.5)
+        expect(page.locator("#hint")).to_contain_text("engine-0: serves")
+        expect(page.locator("#hint")).to_contain_text("steps behind at the end: 1")
+        point_at(0, 4.5)
+        expect(page.locator("#hint")).to_contain_text("engine-0: death")
+        point_at(0, 5.5)
+        expect(page.locator("#hint")).to_contain_text("engine-0: restart")
         page.get_by_role("button", name="zoom in").click()
         page.get_by_role("link", name="sum-1").click()
         expect(page.locator(".detail h2")).to_contain_text("sum-1")

@@ -67,6 +67,12 @@ def test_a_long_series_is_thinned_to_means_and_loses_no_rare_value(tmp_path: Pat
     found = metrics.series(["reward/eval"])
     assert len(found["step"]) == 2000 and found["step"][:2] == [2.0, 7.0]
     assert [value for value in found["reward/eval"] if value == value] == [0.25]
+    near = metrics.series(["reward/eval"], "time_s", 8640.0, 8650.0)
+    assert near["step"] == [4319, 4320, 4321, 4322, 4323, 4324, 4325, 4326], "with one more on either side"
+    assert near["reward/eval"][2] == 0.25
+    wide = metrics.series([], "step", 1000, 6999)
+    assert len(wide["step"]) == 1501 and wide["step"][:2] == [1000.5, 1004.5]
+    assert metrics.series([], "step", 20_000)["step"] == []
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -98,6 +104,12 @@ def test_figures_of_rows_come_by_column_from_a_row_on(run: ViewedRun) -> None:
     assert found["row"] == [0, 1, 2, 3] and found["first_version"] == [1, 1, 1, None]
     assert [found["outcome"]["texts"][code] for code in found["outcome"]["codes"]][::3] == ["trained", "failed"]
     assert run.samples(3)["row"] == [3] and run.samples(4)["row"] == []
+
+
+def test_the_alarm_on_failing_samples_has_the_reasons_of_the_record(run: ViewedRun) -> None:
+    append(run.directory / "metrics.jsonl", *(step(n, **{"generate/failed_frac": 0.5}) for n in range(2, 9)))
+    (alarm,) = run.overview()["alarms"]
+    assert alarm["says"] == "50% of the samples fail, 100% of them with OSError: gone"
 
 
 def test_words_are_found_in_texts_whatever_their_case(run: ViewedRun) -> None:
