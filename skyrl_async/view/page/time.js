@@ -1,12 +1,12 @@
 // What ran when: a row per stage, engine and track of the trace on one axis; and the longest waits.
 "use strict";
 
-const MOST_LANES = 12, ROW = 22, LEFT = 150, TOP = 24;
+const MOST_LANES = 12, ROW = 22, TOP = 24;
 const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
 
 const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
-  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version", "#a01818": "engine's death",
+  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version", "var(--death)": "engine's death",
 };
 const DEATH = 7; // half the width that answers to the pointer
 
@@ -34,7 +34,7 @@ function buildTime() {
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaY) < 1) return;
     event.preventDefault();
-    const { begin, end } = time.spans, at = begin + ((event.offsetX - LEFT) / (canvas.clientWidth - LEFT)) * (end - begin);
+    const { begin, end } = time.spans, at = begin + ((event.offsetX - left()) / (canvas.clientWidth - left())) * (end - begin);
     const factor = event.deltaY > 0 ? 1.25 : 0.8;
     setWindow(at - (at - begin) * factor, at + (end - at) * factor);
   }, { passive: false });
@@ -44,7 +44,7 @@ function buildTime() {
   canvas.addEventListener("pointerleave", (event) => hintAt(event, ""));
   canvas.addEventListener("pointermove", (event) => {
     if (from) {
-      const shift = ((from.x - event.clientX) / (canvas.clientWidth - LEFT)) * (from.end - from.begin);
+      const shift = ((from.x - event.clientX) / (canvas.clientWidth - left())) * (from.end - from.begin);
       setWindow(from.begin + shift, from.end + shift);
       return;
     }
@@ -99,12 +99,13 @@ function served({ spans, end }) {
   }));
 }
 
+const left = () => (byId("timeline").parentElement.clientWidth < 600 ? 96 : 150); // room for the names of rows
 const ORDER = ["stages/", "engines/", "publish", "training", "waiting", "evaluation", "devices", "generation"];
 const place = (track) => { const found = ORDER.findIndex((start) => track.startsWith(start)); return found < 0 ? ORDER.length : found; };
 
 function drawTime() {
   if (!time.spans) return;
-  const { spans, begin, end, last, num_left_out: left } = time.spans;
+  const { spans, begin, end, last, num_left_out: numShort } = time.spans;
   const keys = new Map();
   const lanes = Math.max(0, ...spans.map((span) => (span.track === "generation" ? span.lane : 0)));
   for (const span of spans) if (span.track !== "generation" || span.lane <= MOST_LANES) keys.set(`${span.track}\n${span.lane}`, span);
@@ -119,8 +120,9 @@ function drawTime() {
   draw.scale(scale, scale);
   draw.font = "12px system-ui, sans-serif";
   draw.textBaseline = "middle";
-  const x = (at) => LEFT + ((at - begin) / (end - begin)) * (width - LEFT);
-  const step = niceStep((end - begin) / 8);
+  const names = left();
+  const x = (at) => names + ((at - begin) / (end - begin)) * (width - names);
+  const step = niceStep((end - begin) / Math.max(2, Math.min(8, (width - names) / 90)));
   draw.fillStyle = color("--soft");
   draw.strokeStyle = color("--line");
   for (let tick = Math.ceil(begin / step) * step; tick < end; tick += step) {
@@ -131,14 +133,14 @@ function drawTime() {
     const y = TOP + row * ROW;
     if (row % 2) { draw.fillStyle = color("--page"); draw.fillRect(0, y, width, ROW); }
     draw.fillStyle = color("--soft");
-    draw.fillText(span.lane > 1 ? "" : label(span.track), 0, y + ROW / 2, LEFT - 8);
+    draw.fillText(span.lane > 1 ? "" : label(span.track), 0, y + ROW / 2, names - 8);
   });
   time.boxes = [];
   const deaths = [];
   for (const span of spans) {
     const row = rowOf.get(`${span.track}\n${span.lane}`);
     if (row === undefined || span.end < begin || span.begin > end) continue;
-    const from = Math.max(LEFT, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
+    const from = Math.max(names, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
     if (span.name === "death") {
       deaths.push({ from: from - DEATH, to: from + DEATH, row, span });
       continue;
@@ -149,20 +151,20 @@ function drawTime() {
     const text = itemOf(span);
     if (to - from > 30 && !isWait(span) && draw.measureText(text).width < to - from - 8) {
       draw.fillStyle = "#fff";
-      draw.fillText(text, from + 4, TOP + row * ROW + ROW / 2);
+      draw.fillText(text, from + (span.name === "restart" ? 10 : 4), TOP + row * ROW + ROW / 2);
     }
   }
-  for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color("--card"));
+  for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color);
   time.boxes.push(...deaths);
   byId("time-state").textContent = spans.length
-    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${left ? ` · ${left} spans shorter than a pixel` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
+    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} spans shorter than a pixel` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
 }
 
 // A cross, drawn over whatever came before and after.
-function drawDeath(draw, x, y, around) {
-  for (const [style, width] of [[around, 6], ["#a01818", 3]]) {
-    Object.assign(draw, { strokeStyle: style, lineWidth: width });
+function drawDeath(draw, x, y, color) {
+  for (const [name, lineWidth] of [["--card", 6], ["--death", 3]]) {
+    Object.assign(draw, { strokeStyle: color(name), lineWidth });
     draw.beginPath();
     for (const side of [-1, 1]) { draw.moveTo(x - 5, y + ROW / 2 - 6 * side); draw.lineTo(x + 5, y + ROW / 2 + 6 * side); }
     draw.stroke();
