@@ -3,7 +3,7 @@
     groups at their end ──add──> in memory ──a thread, once per step──> samples/*.parquet ──many or large──> joined, thinned
 
 A checkpoint holds the number of rows and is written after them, so that a resumed run has each row once, wherever the run was killed. A
-disk that is full or hangs costs rows, never the run.
+disk that is full or hangs costs rows, never the run: a checkpoint waits half a minute for one that hangs, and later ones do not.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ _MAX_WAITING_BYTES = 512 << 20
 _JOINED_PARTS, _JOINED_BYTES = 64, 64 << 20
 """So many parts, or parts of so many bytes, become one file."""
 _PIECE_ROWS = 256
-_CLOSE_TIMEOUT_S = 10.0
+_FLUSH_TIMEOUT_S, _CLOSE_TIMEOUT_S = 30.0, 10.0
+"""A write of a step's rows takes seconds on a slow disk."""
 
 _Waiting = tuple[int, EndedGroup, bool]
 """(number of its first row, group, whether texts and tokens are kept)."""
@@ -60,14 +61,20 @@ class SampleRecord:
         self._max_bytes = max_bytes
         self.num_rows = 0
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
+        self._bytes_added = self._bytes_written = 0
+        """Of groups that were added, and of those that are on disk or left out; each is changed by one thread."""
         self._seen: Counter[tuple[int, str]] = Counter()
         """(step, outcome) -> groups, of the newest steps."""
         self._files: list[SamplesFile] | None = None
         """None before the first write, which cuts what a checkpoint does not know."""
         self._threads = DaemonThreads("samples")
         self._lock = threading.Lock()
-        self._queued: Future[None] | None = None
+        self._queued: Future[None]
+        """The newest write."""
+        self._is_due = False
+        """Whether it has yet to begin: it will write all that is added until then."""
+        self._hangs = False
+        """Whether a write took too long, and still does."""
         self._said: set[str] = set()
         """Warnings of writes that fail, each said once until one succeeds."""
         self._has_thinned = False
@@ -89,39 +96,54 @@ class SampleRecord:
         self._seen[kind] += 1
         keeps_tokens = self._groups_with_text is None or self._seen[kind] <= self._groups_with_text
         num_bytes = _num_bytes(ended)
-        if self._waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
+        if self._bytes_added - self._bytes_written + num_bytes > _MAX_WAITING_BYTES:
             self._say("samples are left out: the disk does not keep up with them")
             return
-        self._waiting_bytes += num_bytes
+        self._bytes_added += num_bytes
         self._waiting.append((first, ended, keeps_tokens))
 
     def end_step(self) -> None:
         """Begin to write what was added. Never waits."""
-        if self._queued is None or self._queued.running() or self._queued.done():
-            self._queued = self._threads.submit(self._write_waiting)
+        self._begin_write()
 
     async def flush(self) -> None:
-        """Wait until what was added is on disk, or has failed to get there."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._write_waiting)
+        """Wait until what was added is on disk, or has failed to get there; half a minute for a disk that hangs, once."""
+        if self._hangs:
+            return
+        writing = self._begin_write()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, writing.result, _FLUSH_TIMEOUT_S)
+        except TimeoutError:
+            self._hangs = not writing.done()
+            self._say("samples wait: the disk hangs, and the run goes on without them")
 
     def close(self) -> None:
         """Write the rest. Idempotent. A disk that hangs is left."""
         try:
-            self._threads.submit(self._write_waiting).result(_CLOSE_TIMEOUT_S)
+            self._begin_write().result(_CLOSE_TIMEOUT_S)
         except TimeoutError:
             logger.warning("the last samples are not yet in %s: the disk hangs", self._directory)
 
+    def _begin_write(self) -> Future[None]:
+        """The write of all that was added so far: however long one takes, only one more waits for it."""
+        if not self._is_due:
+            self._is_due = True
+            self._queued = self._threads.submit(self._write_waiting)
+        return self._queued
+
     def _write_waiting(self) -> None:
         with self._lock:
+            self._is_due = False
             try:
                 self._write()
                 self._join_and_thin()
             except OSError as error:
-                self._say(f"samples cannot be written: {error.strerror}; they are tried again")
+                self._say(f"samples cannot be written: {error.strerror or error}; they are tried again")
             except Exception:  # whatever is wrong with them, they are no reason to end a run
                 logger.exception("samples are left out of %s", self._directory)
             else:
                 self._said.clear()
+            self._hangs = False
 
     def _write(self) -> None:
         if self._files is None:
@@ -131,14 +153,14 @@ class SampleRecord:
             return
         end = taken[-1][0] + taken[-1][1].num_rows
         part = file_of(self._directory, taken[0][0], end, ".part")
-        num_bytes = sum(_num_bytes(ended) for _, ended, _ in taken)
-        self._waiting_bytes -= num_bytes
         try:
             write(part, (table_of(piece, self._turns_of) for piece in _pieces(taken)))
         except OSError:
             self._waiting.extendleft(reversed(taken))
-            self._waiting_bytes += num_bytes
+            taken = []
             raise
+        finally:
+            self._bytes_written += sum(_num_bytes(ended) for _, ended, _ in taken)
         self._files.append(part)
 
     def _join_and_thin(self) -> None:

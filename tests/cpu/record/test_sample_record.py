@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import ENVIRONMENT_VERSION, Group, SampleWork, ToolCall, Trajectory
+from tests.patience import PATIENCE_S
 
 
 def row(num_tokens: int = 3, **fields: Any) -> Trajectory:
@@ -284,6 +287,50 @@ def test_a_full_disk_costs_no_run_and_rows_are_written_once_there_is_room(
     record.add(ended("p3", 3))
     record.close()
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p1", "p2", "p3"]
+
+
+def test_a_disk_that_hangs_costs_no_run_a_bounded_memory_and_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files that may be written next are pipes, which nobody reads: to open one blocks a thread for real."""
+    monkeypatch.setattr("skyrl_async.record.sample_record._FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.record.sample_record._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.record.sample_record._MAX_WAITING_BYTES", 20_000)
+    record = SampleRecord(tmp_path / DIRECTORY)
+    record.add(ended("p0"))
+    asyncio.run(record.flush())
+    pipes = [tmp_path / DIRECTORY / f"000000000001-{end:012}.part.writing" for end in range(2, 102)]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    before = threading.active_count()
+
+    async def take_steps() -> float:
+        began = asyncio.get_running_loop().time()
+        for step in range(1, 101):
+            record.add(ended(f"p{step}", step))
+            record.end_step()
+            if step % 10 == 0:  # a checkpoint
+                await record.flush()
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(take_steps()) < 2.0, "one checkpoint waits, and no later one"
+    record.close()
+    assert threading.active_count() <= before + 3
+    assert caplog.text.count("the disk hangs, and the run goes on without them") == 1
+    assert caplog.text.count("samples are left out: the disk does not keep up with them") == 1
+    assert caplog.text.count("the last samples are not yet in") == 1 and str(tmp_path) in caplog.text
+    monkeypatch.setattr("skyrl_async.record.sample_record._CLOSE_TIMEOUT_S", PATIENCE_S)
+    readers = [os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) for pipe in pipes]  # the disk is back
+    record.close()
+    for reader in readers:
+        os.close(reader)
+    for pipe in pipes:
+        pipe.unlink(missing_ok=True)
+    record.close()
+    record.add(ended("p101", 101))
+    record.close()
+    uids = read_samples(tmp_path)["uid"].to_pylist()
+    assert uids[:2] == ["p0", "p1"] and uids[-1] == "p101" and 10 < len(uids) < 30
 
 
 def test_samples_that_cannot_be_split_into_turns_are_left_out_and_end_no_run(
