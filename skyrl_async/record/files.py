@@ -171,7 +171,7 @@ def _reading(path: Path, found: "pa.Schema | None" = None) -> Iterator[None]:
         fields = [field for field in found if field not in list(schema())] or list(found)
         raise CheckpointError(
             f"{path} was written by another version of skyrl_async, or is no file of samples: it has "
-            f"{', '.join(f'{field.name} ({field.type})' for field in fields)}"
+            f"{', '.join(f'{field.name} ({field.type})' for field in fields)}; read it with that version, or with pandas"
         )
     try:
         yield

@@ -8,8 +8,9 @@ uv run -m skyrl_async.view outputs/RUN --text gsm8k-17          every sample of 
 """
 
 import argparse
-import contextlib
+import os
 import sys
+import threading
 import webbrowser
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--export", type=Path, metavar="FILE", help="write a report in one HTML file")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; others than loopback want a token")
     parser.add_argument("--port", type=int, default=8265, help="port to serve on; 0: any free one")
-    parser.add_argument("--no-browser", action="store_true", help="open no browser")
+    parser.add_argument(
+        "--no-browser", action="store_true", help="open no browser; without a screen none is opened anyway"
+    )
     given = parser.parse_args(arguments)
     try:
         _show(given)
@@ -48,11 +51,11 @@ def _show(given: argparse.Namespace) -> None:
     directories = [*given.runs, *([DEMO] if given.demo else [])]
     if not directories:
         raise ConfigError("name the directory of a run, such as outputs/RUN, or --demo")
+    runs = [ViewedRun(directory) for directory in directories]
     if given.text is not None:
         for directory in directories:
             sys.stdout.write(group_text(directory, given.text))
         return
-    runs = [ViewedRun(directory) for directory in directories]
     if given.export is not None:
         from skyrl_async.view.report import write_report
 
@@ -64,9 +67,10 @@ def _show(given: argparse.Namespace) -> None:
     def say(address: str) -> None:
         sys.stdout.write(f"{address}  (Ctrl+C ends it)\n")
         sys.stdout.flush()
-        if not given.no_browser:
-            with contextlib.suppress(webbrowser.Error):
-                webbrowser.open(address)
+        # Without a screen a browser of the terminal would take it. In a thread, since the call of some browsers ends with them.
+        has_screen = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+        if has_screen and not given.no_browser:
+            threading.Thread(target=webbrowser.open, args=[address], daemon=True).start()
 
     serve(runs, host=given.host, port=given.port, say=say)
 

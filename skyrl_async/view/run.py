@@ -66,6 +66,7 @@ class ViewedRun:
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
                 "metrics": self._metrics.names,
+                "has_settings": bool(self.settings()),
                 "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS), self._failures)],
             }
 
@@ -187,7 +188,8 @@ def longest_waits(spans: Sequence[Span], num: int = 10) -> list[dict[str, Any]]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The keys whose values differ between runs, with the value of each."""
-    keys = sorted({key for of_run in settings for key in of_run})
-    values = {key: [of_run.get(key) for of_run in settings] for key in keys}
-    return [{"key": key, "values": of_key} for key, of_key in values.items() if any(v != of_key[0] for v in of_key)]
+    """The keys whose values differ between runs, with the value of each; a run whose values are not known is not compared."""
+    known = [of_run for of_run in settings if of_run]
+    keys = sorted({key for of_run in known for key in of_run})
+    differing = [key for key in keys if any(of_run.get(key) != known[0].get(key) for of_run in known)]
+    return [{"key": key, "values": [of_run.get(key) for of_run in settings]} for key in differing]

@@ -186,7 +186,7 @@ def serve(runs: Sequence[ViewedRun], *, host: str, port: int, say: Callable[[str
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"port {port} of {host} cannot be had ({error}); choose another with --port, or --port 0 for a free one"
+            f"port {port} of {host} cannot be had ({error}); choose another --port (0: any free one) or --host"
         ) from None
     with listening:
         name = f"[{host}]" if ":" in host else host

@@ -209,7 +209,9 @@ function drawDifferences() {
   const rows = overview.differences.map(({ key, values }) =>
     el("tr", {}, el("td", {}, key), ...values.map((value) => el("td", {}, value === null ? "–" : String(value)))));
   const what = rows.length ? el("div", { className: "card" }, el("table", {}, head, ...rows)) : el("p", { className: "soft" }, "The configurations are equal.");
-  byId("differences").replaceChildren(el("h2", {}, "What differs between the configurations"), what);
+  const unread = overview.runs.filter((run) => !run.has_settings).map((run) => run.name);
+  const left = unread.length ? el("p", { className: "error" }, `config.yaml cannot be read, and is not compared: ${unread.join(", ")}`) : null;
+  byId("differences").replaceChildren(el("h2", {}, "What differs between the configurations"), ...(left ? [left] : []), what);
 }
 
 addEventListener("resize", later(150, () => {

@@ -20,11 +20,18 @@ function openTab() {
 }
 
 async function refreshTab() {
+  const shownTab = tab;
   try {
     await TABS[tab].refresh();
+    if (tab === shownTab) showProblem(null);
   } catch (error) {
-    byId("state").firstChild.textContent = error.message;
+    if (tab === shownTab) showProblem(error);
   }
+}
+
+function showProblem(error) {
+  byId("problem").hidden = !error;
+  byId("problem").textContent = !error ? "" : error instanceof TypeError && /fetch/.test(error.message) ? "The viewer has ended." : shown(error.message);
 }
 
 function drawHeader() {
@@ -58,7 +65,8 @@ async function watch() {
     if (isNew) openTab();
     else if (!document.hidden) await refreshTab();
   } catch (error) {
-    state.textContent = error instanceof TypeError ? "the viewer has ended" : error.message;
+    state.textContent = "stopped";
+    showProblem(error);
   }
   if (!RECORDED) setTimeout(watch, PAUSE_MS);
 }

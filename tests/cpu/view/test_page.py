@@ -1,5 +1,6 @@
 """The page in a real Chromium, served by the real command. Skipped where no Chromium is installed."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
 from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
+from tests.patience import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
@@ -88,10 +90,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(*arguments: str | Path) -> Iterator[str]:
+def served(*arguments: str | Path, **environment: str) -> Iterator[str]:
     """The address that the command prints."""
-    command = [sys.executable, "-m", "skyrl_async.view", *map(str, arguments), "--port", "0", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "skyrl_async.view", *map(str, arguments), "--port", "0"]
+    environment = {"DISPLAY": "", "WAYLAND_DISPLAY": "", **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().split()[0]
@@ -300,6 +303,34 @@ def test_only_who_knows_the_token_and_who_names_this_machine_is_answered(run_dir
             assert client.get(address.split("?")[0]).status_code == 403
             assert client.get(address).status_code == 200
             assert client.get(address.split("?")[0] + "api/overview").status_code == 200, "by the cookie"
+
+
+def test_a_browser_is_opened_where_there_is_a_screen(run_dir: Path, tmp_path: Path) -> None:
+    browser, called, opened = tmp_path / "browser", tmp_path / "called", tmp_path / "opened"
+    os.mkfifo(opened)
+    browser.write_text(f'#!/bin/sh\ntouch {called}\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    with served(run_dir, BROWSER=str(browser)) as address:
+        assert httpx.get(address, timeout=PATIENCE_S).status_code == 200
+        assert not called.exists()
+    with served(run_dir, BROWSER=str(browser), DISPLAY=":99") as address:
+        assert httpx.get(address, timeout=PATIENCE_S).status_code == 200, "whatever the browser does"
+        assert opened.read_text().strip() == address
+
+
+def test_a_file_that_is_damaged_is_named_where_it_is_missed(run_dir: Path, page: Page) -> None:
+    (file,) = (run_dir / DIRECTORY).iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100])
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator(".panel canvas").first).to_be_visible()
+        expect(page.locator("#problem")).to_be_hidden()
+        page.goto(f"{address}#/samples")
+        expect(page.locator("#problem")).to_contain_text(f"{file.name} is damaged")
+        file.write_bytes(whole)
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        expect(page.locator("#problem")).to_be_hidden()
 
 
 def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

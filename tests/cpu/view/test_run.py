@@ -147,3 +147,5 @@ def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> Non
 def test_configurations_are_compared_by_key() -> None:
     found = differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}, {"a": 1, "b": 2}])
     assert found == [{"key": "b", "values": [2, 3, 2]}]
+    assert differences([{"a": 1}, {}, {"a": 1}]) == []
+    assert differences([{}, {"a": 1}, {"a": 2}]) == [{"key": "a", "values": [None, 1, 2]}]
