@@ -85,7 +85,7 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
     """Return messages for templates that join arguments to other text themselves."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        return _with_arguments(call, _as_text(call["function"]["arguments"]))
+        return _with_arguments(call, arguments_text(call["function"]["arguments"]))
 
     return [_with_calls(message, as_text) for message in messages]
 
@@ -133,15 +133,22 @@ def row_messages(messages: Sequence[Message]) -> list[RowMessage]:
 
 def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
-    functions = [(call, call.get("function")) for call in calls or () if isinstance(call, dict)]
     return tuple(
         ToolCall(
-            id=str(call.get("id") or ""), name=str(function.get("name")), arguments=_as_text(function.get("arguments"))
+            id=str(call.get("id") or ""),
+            name=str(function.get("name")),
+            arguments=arguments_text(function.get("arguments")),
         )
-        for call, function in functions
-        if isinstance(function, dict)
+        for call in (calls if isinstance(calls, list | tuple) else ())
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict)
     )
 
 
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+def arguments_text(arguments: Any) -> str:
+    """Arguments of a call as JSON text; text stays as it is, and what has no JSON is described. Raises nothing."""
+    if isinstance(arguments, str):
+        return arguments
+    try:
+        return json.dumps(arguments, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return f"{type(arguments).__name__} that is no JSON"

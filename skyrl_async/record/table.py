@@ -148,7 +148,7 @@ def _rows_of(ended: EndedGroup) -> Sequence[dict[str, Any]]:
         }
         num_branches[sample] += 1
         rows.append(found)
-    failed = common | {"outcome": Outcome.FAILED, "reason": f"{type(ended.failure).__name__}: {ended.failure}"}
+    failed = common | {"outcome": Outcome.FAILED, "reason": _utf8(f"{type(ended.failure).__name__}: {ended.failure}")}
     return rows + [failed | _work_of(group, sample) | {"sample": sample} for sample in ended.failed]
 
 
@@ -177,11 +177,18 @@ def _turns(turns: Sequence[RowTurn]) -> list[dict[str, Any]]:
     return [
         fields_of(turn)
         | {
-            "tool_calls": [fields_of(call) | {"id": call.id or None} for call in turn.tool_calls],
+            "tool_calls": [{name: _utf8(text) for name, text in fields_of(call).items()} for call in turn.tool_calls],
+            "tool_call_id": _utf8(turn.tool_call_id),
+            "name": _utf8(turn.name),
             "engines": turn.engines or None,
         }
         for turn in turns
     ]
+
+
+def _utf8(text: str | None) -> str | None:
+    """Text from outside with escapes for the halves of surrogate pairs, which no UTF-8 has; None for an empty one."""
+    return text.encode(errors="backslashreplace").decode() if text else None
 
 
 def _lists(columns: Sequence[np.ndarray[Any, Any] | None], dtype: np.dtype[Any]) -> "pa.Array":

@@ -49,7 +49,7 @@ def _lines(uid: str, rows: list[dict[str, Any]]) -> Iterator[str]:
                 answered = [turn[name] for name in ("name", "tool_call_id") if turn[name]]
                 yield f"[{_shown(' '.join([turn['role'], *answered]))}] {_shown(turn['text']).rstrip()}\n"
                 for call in turn["tool_calls"]:
-                    yield f"  -> {_shown(call['name'])}({_shown(call['arguments'])}){_shown(' ' + (call['id'] or '')).rstrip()}\n"
+                    yield f"  -> {_shown(call['name'])}({_shown(call['arguments'] or '')}){_shown(' ' + (call['id'] or '')).rstrip()}\n"
         yield "\n"
 
 

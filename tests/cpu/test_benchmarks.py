@@ -92,6 +92,7 @@ def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
         "endpoint_overhead",
         "publish",
         "published_results",
+        "record_cost",
         "schedules",
         "staleness_curves",
         "staleness_policies",

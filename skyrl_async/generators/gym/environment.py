@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from skyrl_async.chat.messages import arguments_text
 from skyrl_async.errors import GenerationError
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
@@ -91,12 +92,9 @@ def _tool_call(metadata: Any) -> ToolCall | None:
     if not isinstance(metadata, Mapping) or not metadata.get("tool_name"):
         return None
     given = metadata.get("tool_input")
-    if given in (None, [None]):
+    if given is None or (isinstance(given, list) and all(one is None for one in given)):
         return None
-    return ToolCall(
-        name=str(metadata["tool_name"]),
-        arguments=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str),
-    )
+    return ToolCall(name=str(metadata["tool_name"]), arguments=arguments_text(given))
 
 
 class CallThreads:

@@ -296,7 +296,7 @@ function drawTurns(card, whole) {
 }
 
 function drawCall(call) {
-  let given = call.arguments;
+  let given = call.arguments || "";
   try {
     const object = JSON.parse(given);
     given = given.length > 80 ? JSON.stringify(object, null, 2) : given;

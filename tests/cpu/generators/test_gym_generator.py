@@ -207,6 +207,27 @@ async def test_a_tools_call_and_its_result_are_turns_of_the_row(play: Play) -> N
     assert [(turn.engines, turn.engine_seconds) for turn in turns[1::2]] == [(("engine-3",), 0.5)] * 2
 
 
+@pytest.mark.parametrize(
+    ("metadata", "call"),
+    [
+        ({"tool_name": "search", "tool_input": ["who"]}, ToolCall(name="search", arguments='["who"]')),
+        ({"tool_name": "search", "tool_input": [None]}, None),
+        ({"tool_name": "look", "tool_input": np.arange(3)}, ToolCall(name="look", arguments='"[0 1 2]"')),
+        ({"tool_name": "look", "tool_input": {(1, 2): 3}}, ToolCall(name="look", arguments="dict that is no JSON")),
+        ({"tool_name": "look"}, None),
+        (None, None),
+    ],
+)
+async def test_a_call_is_what_an_environment_says_of_it(metadata: Any, call: ToolCall | None) -> None:
+    class Told(Quiz):
+        def step(self, action: str) -> dict[str, Any]:
+            return super().step(action) | {"metadata": metadata}
+
+    (row,) = await GymGenerator(ScriptedSampler(["hello", "again"]), RENDERER, lambda *_: Told()).generate(request())
+    assert row.messages[0].tool_calls == ((call,) if call else ())
+    assert row.messages[1].name == (call.name if call else None)
+
+
 async def test_a_turn_ended_by_a_stop_string_reaches_the_environment_whole_and_gets_its_end_of_turn(play: Play) -> None:
     env = Quiz()
     trajectory = await play_one(play, ScriptedSampler(["a</s> b", "c"]), env, stop=("</s>",))

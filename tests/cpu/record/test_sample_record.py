@@ -90,10 +90,19 @@ def test_calls_and_observations_are_columns_that_pandas_reads(tmp_path: Path) ->
     assert (first["role"], list(first["engines"]), first["engine_seconds"]) == ("assistant", ["engine-1"], 0.5)
     assert list(first["tool_calls"]) == [
         {"id": "call_1", "name": "look", "arguments": '{"at": 1}'},
-        {"id": None, "name": "stop", "arguments": ""},
+        {"id": None, "name": "stop", "arguments": None},
     ]
     assert (second["role"], second["name"], second["tool_call_id"]) == ("tool", "look", "call_1")
     assert not len(second["tool_calls"]) and first["tool_call_id"] is second["engines"] is None
+
+
+def test_half_a_character_that_a_policy_or_an_error_spells_costs_no_row(tmp_path: Path) -> None:
+    call = ToolCall(name="\ud800", arguments='{"at": "\ud83d"}')
+    failed = ended("b", 1, Outcome.FAILED, failed=[1], failure=OSError("no \udcff here"))
+    rows = written(tmp_path, ended("a"), failed, turns_of=lambda row: [RowTurn("assistant", "I look", 0, 3, (call,))])
+    (spelled,) = rows[0]["turns"][0]["tool_calls"]
+    assert (spelled["name"], json.loads(spelled["arguments"])) == ("\\ud800", {"at": "\ud83d"})
+    assert rows[-1]["reason"] == "OSError: no \\udcff here"
 
 
 def test_what_was_not_trained_says_why(tmp_path: Path) -> None:
