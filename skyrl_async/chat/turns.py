@@ -97,8 +97,9 @@ class TurnSplitter:
 
     def _paired(self, turn: RowTurn, others: "deque[RowMessage]", ids: TokenIds) -> list[RowTurn]:
         """The turn, split where it has several observations, with the messages that it holds, which are taken from ``others``."""
-        role, opening = self._observation_form
         waiting = list(takewhile(lambda message: message.start <= turn.start, others))
+        has_observations = any(message.role == "tool" for message in waiting)
+        role, opening = self._observation_form if has_observations else ("tool", "")
         if turn.role in _NAMELESS:  # all of them are in it
             first, held = 0, waiting if all(map(_is_observation, waiting)) else []
         else:
@@ -169,7 +170,7 @@ class TurnSplitter:
         said += [{"role": "tool", "tool_call_id": one.pop("id"), **one} for one in names]
         try:
             return self._renderer.render(said, add_generation_prompt=False)
-        except ValueError:
+        except Exception:  # a template is somebody else's program
             return None
 
     def _begins(self, token_ids: TokenIds, row: Trajectory) -> list[tuple[int, str]]:

@@ -66,7 +66,6 @@ class ViewedRun:
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
                 "metrics": self._metrics.names,
-                "has_settings": bool(self.settings()),
                 "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS), self._failures)],
             }
 

@@ -44,10 +44,14 @@ _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inlin
 
 def overview(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     """All runs at a glance."""
-    differing = differences([run.settings() for run in runs]) if len(runs) > 1 else []
-    names = Counter(run.name for run in runs)
-    found = [run.overview() | {"name": run.name if names[run.name] == 1 else str(run.directory)} for run in runs]
-    return {"runs": found, "differences": differing}
+    settings = [run.settings() for run in runs] if len(runs) > 1 else [{}]
+    counts = Counter(run.name for run in runs)
+    names = [run.name if counts[run.name] == 1 else str(run.directory) for run in runs]
+    found = [
+        run.overview() | {"name": name, "has_settings": bool(of_run)}
+        for run, name, of_run in zip(runs, names, settings, strict=True)
+    ]
+    return {"runs": found, "differences": differences(settings)}
 
 
 def make_app(runs: Sequence[ViewedRun], token: str | None = None) -> Starlette:
