@@ -18,6 +18,7 @@ from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.generators.gym.episode_state import Turn, TurnRequest
 from skyrl_async.generators.gym.generator import EpisodeGenerator
 from skyrl_async.runtime.outages import Outages, Resending
+from skyrl_async.runtime.progress import OnCall, report_engine
 from skyrl_async.types import Completion, FinishReason
 
 _NO_ENGINE = "no_engine"
@@ -45,6 +46,7 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         timeout_s: float = 3600.0,
         outages: Outages | None = None,
         outage_timeout_s: float = 0.0,
+        on_call: OnCall = lambda *_: None,
     ) -> None:
         """
         Args:
@@ -58,12 +60,14 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
             timeout_s: longest time of one request; long, because the endpoint holds requests while weights change.
             outages: waited for before a request is sent again; None: no outage is known.
             outage_timeout_s: how long a request is sent again, from the first time it was not answered; 0: never.
+            on_call: told of the endpoint's engine calls.
         """
         super().__init__(make_environment, max_turns=max_turns, max_trajectory_tokens=max_trajectory_tokens)
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
         self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0)
         self._model = model
         self._resending = Resending(outages or Outages(), outage_timeout_s)
+        self._on_call = on_call
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Close the connections, and wait for environments that are being closed."""
@@ -87,6 +91,11 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         except APIError as error:
             raise self._failure(error) from error
         turn = parse_reply(reply)
+        engines, seconds = turn.completion.engines, turn.completion.engine_seconds
+        for engine in engines:
+            report_engine(engine)
+        if len(engines) == 1 and seconds is not None:
+            self._on_call(engines[0], len(turn.completion.token_ids), seconds)
         if not begins_with(turn.completion.prompt_token_ids, request.context_token_ids):
             raise GenerationError(
                 f"the endpoint's prompt_token_ids must begin with the {len(request.context_token_ids)} ids of "

@@ -75,6 +75,7 @@ def make_generator(
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.no_engine_timeout_s,
             run_dir=run_dir,
+            on_call=client.pool.count_call,
         )
     elif generator.entrypoint is not None:
         return cast(Generator, import_function("generator.entrypoint", generator.entrypoint)(client, renderer, config))
@@ -88,6 +89,7 @@ def make_generator(
             **limits,
             outages=client.pool.deadlines.outages,
             outage_timeout_s=config.engine.no_engine_timeout_s,
+            on_call=client.pool.count_call,
         )
     else:
         made = GymGenerator(client, renderer, environments, **limits)

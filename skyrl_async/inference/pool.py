@@ -49,9 +49,9 @@ class EngineSlot:
         self.cut_off = CutOff()
         """Ends what the calls await."""
         self.num_tokens = 0
-        """Sampled in this client's calls."""
+        """Sampled in calls, of this client and of those that ``count_call`` knows."""
         self.call_seconds = 0.0
-        """Seconds of the calls that have ended, added up."""
+        """Seconds of these calls that have ended, added up."""
 
 
 class EnginePool:
@@ -207,6 +207,12 @@ class EnginePool:
             "min_running_requests": float(min(loads)),
             "max_running_requests": float(max(loads)),
         }
+
+    def count_call(self, name: str, num_tokens: int, seconds: float) -> None:
+        """Count what another client of these engines has called, such as one in a process of the endpoint."""
+        if (slot := self._slots.get(name)) is not None:
+            slot.num_tokens += num_tokens
+            slot.call_seconds += seconds
 
     def measure_speeds(self) -> None:
         """Set ``speeds`` to those since the last time."""

@@ -4,13 +4,15 @@ Everything is optional: a generator that reports nothing is "generating".
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from skyrl_async.types import SampleWork
 
+OnCall = Callable[[str, int, float], None]
+"""Told of an engine call elsewhere: the engine, the tokens that it sampled, and its seconds."""
 _CURRENT_SAMPLE: ContextVar["SampleProgress | None"] = ContextVar("current_sample", default=None)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -26,7 +26,7 @@ from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
 from skyrl_async.generators.gym.environment import finite_reward
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.runtime.outages import Deadlines
-from skyrl_async.runtime.progress import report, report_engine
+from skyrl_async.runtime.progress import OnCall, report, report_engine
 from skyrl_async.types import FinishReason, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class AgentGenerator:
     """Harnesses running concurrently, over all groups; None: no limit."""
     working_dir: Path | None = None
     """Parent of the working directories, which are kept; None makes temporary ones."""
+    on_call: OnCall = lambda *_: None
+    """Told of the endpoint's engine calls, once a sample has ended."""
 
     def __post_init__(self) -> None:
         limit = self.max_concurrent_agents
@@ -197,8 +199,11 @@ class AgentGenerator:
             rows = await session.finish(
                 earned.reward, metrics=earned.metrics | metrics, is_truncated=episode.is_truncated
             )
-        for engine in (name for row in rows for message in row.messages for name in message.engines):
-            report_engine(engine)
+        for engines, num_tokens, seconds in _engine_calls(rows):
+            for engine in engines:
+                report_engine(engine)
+            if len(engines) == 1:
+                self.on_call(engines[0], num_tokens, seconds)
         rows = tuple(replace(row, sample_index=index) for row in rows)
         return _Sample(rows=rows, failure=failure)
 
@@ -232,6 +237,19 @@ class AgentGenerator:
             self._counts["running"] -= 1
             if not is_kept:
                 self._deleting.submit(rmtree, directory, ignore_errors=True)
+
+
+def _engine_calls(rows: Sequence[Trajectory]) -> Iterator[tuple[tuple[str, ...], int, float]]:
+    """Engines, sampled tokens and engine seconds of each reply, once: branches share their first ones."""
+    seen: set[tuple[int, float]] = set()
+    for row in rows:
+        ends = [message.start for message in row.messages[1:]]
+        ends.append(len(row.prompt_token_ids) + len(row.response_token_ids))
+        for message, end in zip(row.messages, ends, strict=False):
+            seconds = message.engine_seconds
+            if message.is_reply and seconds is not None and (message.start, seconds) not in seen:
+                seen.add((message.start, seconds))
+                yield message.engines, end - message.start, seconds
 
 
 def _task(session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> AgentTask:

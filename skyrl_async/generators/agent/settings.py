@@ -24,6 +24,7 @@ from skyrl_async.generators.agent.sessions import SessionPool
 from skyrl_async.generators.gym.environment import CallThreads, EnvironmentFactory
 from skyrl_async.registries import import_function
 from skyrl_async.runtime.outages import Deadlines
+from skyrl_async.runtime.progress import OnCall
 
 _CHECK_TIMEOUT_S = 10.0
 _PYTHON = r"(?:[\w./@%+:,-]*/)?(?:python|pypy)[\d.]*\s+(?:-[bBdEiIOPqsSuvx]+\s+)*"
@@ -63,6 +64,7 @@ def make_agent_generator(
     deadlines: Deadlines | None = None,
     outage_timeout_s: float = 0.0,
     run_dir: Path | None = None,
+    on_call: OnCall = lambda *_: None,
 ) -> AgentGenerator:
     """Return a generator that runs the harness; its ``close`` releases connections and threads.
 
@@ -73,6 +75,7 @@ def make_agent_generator(
         deadlines: stand still in outages; None: no outages.
         outage_timeout_s: how long an unanswered request to the endpoint is sent again.
         run_dir: directory of the run, if there is one.
+        on_call: told of the endpoint's engine calls.
 
     Raises:
         ConfigError: as ``check_agent_settings`` does.
@@ -98,6 +101,7 @@ def make_agent_generator(
         deadlines=deadlines,
         max_concurrent_agents=settings.max_concurrent_agents,
         working_dir=None if settings.working_dir is None else Path(settings.working_dir).expanduser().absolute(),
+        on_call=on_call,
     )
 
 

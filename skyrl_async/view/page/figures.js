@@ -131,7 +131,7 @@ function drawPanel(panel) {
     const isSmooth = figures.smooth && !line.isSparse && line.values.length > 3;
     const columns = isSmooth ? [line.values, smoothed(line.values)] : [line.values];
     tables.push([line.x, ...columns]);
-    if (isSmooth) series.push({ stroke: line.color + "40", width: 1, spanGaps: true, points: { show: false } });
+    if (isSmooth) series.push({ stroke: line.color + "66", width: 1, spanGaps: true, points: { show: false } });
     series.push({ stroke: line.color, width: 2, dash: line.dash, spanGaps: true, points: { show: line.isSparse || line.values.length < 2, size: 6, fill: line.color } });
     shownLines.push({ ...line, index: series.length - (isSmooth ? 2 : 1) }); // the legend has the values as they are
   }

@@ -162,10 +162,13 @@ def everything_is_released(endpoint: StandIn) -> bool:
 
 
 async def test_a_sample_knows_the_engines_that_the_endpoint_called() -> None:
+    calls: list[tuple[str, int, float]] = []
     async with stand_in(echo) as endpoint, agents(endpoint) as generator:
+        generator.on_call = lambda *call: calls.append(call)
         asked = request()
         await generator.generate(asked)
     assert [asked.progress.work[index].engines for index in (0, 1)] == [("engine-5",)] * 2
+    assert calls == [("engine-5", len("hello!"), 0.25)] * 2
 
 
 PROGRAM = """

@@ -228,6 +228,19 @@ async def test_a_call_is_what_an_environment_says_of_it(metadata: Any, call: Too
     assert row.messages[1].name == (call.name if call else None)
 
 
+async def test_engine_calls_over_http_are_told_to_the_trainer() -> None:
+    calls: list[tuple[str, int, float]] = []
+    async with start_server(create_app(ScriptedSampler(["hello", "again"]), RENDERER, api_keys=["k"])) as (host, port):
+        url = f"http://{host}:{port}/v1"
+        generator = SkyRLGymHTTPGenerator(
+            url, "k", "policy", lambda *_: Quiz(), on_call=lambda *call: calls.append(call)
+        )
+        asked = request()
+        await generator.generate(asked)
+        await generator.close()
+    assert calls == [("engine-3", 6, 0.5)] * 2 and asked.progress.work[0].engines == ("engine-3",)
+
+
 async def test_a_turn_ended_by_a_stop_string_reaches_the_environment_whole_and_gets_its_end_of_turn(play: Play) -> None:
     env = Quiz()
     trajectory = await play_one(play, ScriptedSampler(["a</s> b", "c"]), env, stop=("</s>",))

@@ -62,6 +62,22 @@ def client_of(*engines: InferenceEngine, wait_s: float | None = 0.0, carries: bo
     )
 
 
+def test_an_engines_speed_is_that_of_this_clients_calls_and_of_calls_elsewhere_since_the_last_time() -> None:
+    async def main() -> None:
+        client = client_of(engine("a"), engine("b"))
+        await client.generate_tokens((1, 2), SAMPLING)
+        client.pool.count_call("b", 300, 100.0)
+        client.pool.count_call("gone", 1, 1.0)
+        client.pool.measure_speeds()
+        assert client.pool.speeds["b"] == pytest.approx(3.0) and client.pool.speeds["a"] == pytest.approx(
+            100.0, rel=0.05
+        )
+        client.pool.measure_speeds()
+        assert client.pool.speeds == {}
+
+    run_in_virtual_time(main())
+
+
 async def after(seconds: float, *calls: object) -> None:
     await asyncio.sleep(seconds)
     for call in calls:
