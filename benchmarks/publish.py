@@ -25,6 +25,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import arguments, conditions, report
+from skyrl_async.composition.publishing import directory_in_memory, shared_memory
 from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
@@ -41,7 +42,6 @@ NUM_TOKENS = 256
 MAX_PER_COPY = 1.5
 """From the request to the last engine resumed, over a plain copy."""
 NUM_WARM_UP = 2
-SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +154,11 @@ async def publisher_of(
         stack.push_async_callback(policy.close)  # started first: it takes most memory while it makes its optimizer's
         (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
         stack.push_async_callback(engine.close)
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl_async-publish-", dir=SHARED_MEMORY))
+        directory = stack.enter_context(directory_in_memory(shared_memory()))
         publisher = WeightPublisher(
             client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),
             policy=policy,
-            directory=Path(directory),
+            directory=directory,
             bucket_bytes=64 << 20,
             load_bucket_bytes=64 << 20,
             pause_mode=PauseMode.ABORT,
