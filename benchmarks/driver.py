@@ -29,6 +29,7 @@ from skyrl_async.endpoint.sessions.rows import rows as rows_of_session
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import TurnTree
 from skyrl_async.inference.client import CARRIED_BLOCK_TOKENS, InferenceEngineClient
+from skyrl_async.inference.engines.connection import listen
 from skyrl_async.inference.engines.ray import RayEngine
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
 from skyrl_async.inference.generation import OpenCalls
@@ -195,7 +196,7 @@ class ModelledActor(EngineActor):
     """An engine's actor that answers without a model, each request at ``tokens_per_second``."""
 
     def __init__(self, tokens_per_second: float, block_tokens: int) -> None:
-        self._calls, self._finished, self._listening = OpenCalls(), {}, None
+        self._calls = OpenCalls()
         self._engine = ModelledEngine(  # type: ignore[assignment]
             "modelled",
             num_tokens_of=lambda prompt, seed: 1 << 30,
@@ -204,20 +205,24 @@ class ModelledActor(EngineActor):
             block_tokens=block_tokens,
         )
 
+    async def start(self) -> StartedEngine:
+        """It has nothing to boot."""
+        self._server, address = await listen(ray.util.get_node_ip_address(), self)
+        return StartedEngine(
+            max_model_len=1 << 30,
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=address,
+            call_timeout_s=60.0,
+            checksum_timeout_s=60.0,
+        )
+
 
 async def over_ray(length: int, num_engines: int, num_requests: int) -> dict[str, Any]:
     """Tokens per second that this process takes from engines in Ray actors, which offer more."""
     actor_class = ray.remote(num_cpus=0, max_concurrency=1000)(ModelledActor)
     rate = RAY_OFFERED_TOKENS_PER_SECOND / num_requests
-    started = StartedEngine(
-        max_model_len=1 << 30,
-        node_id=ray.get_runtime_context().get_node_id(),
-        call_timeout_s=60.0,
-        checksum_timeout_s=60.0,
-    )
-    engines = [
-        RayEngine(f"engine-{i}", actor_class.remote(rate, CARRIED_BLOCK_TOKENS), started) for i in range(num_engines)
-    ]
+    actors = [actor_class.remote(rate, CARRIED_BLOCK_TOKENS) for _ in range(num_engines)]
+    engines = [RayEngine(f"engine-{i}", actor, await actor.start.remote()) for i, actor in enumerate(actors)]
     client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=1 << 30, carries_tokens=True)
     num_tokens = 0
 

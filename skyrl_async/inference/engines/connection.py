@@ -1,11 +1,10 @@
-"""Requests to an engine's process and the tokens that come back, over one socket per caller: Ray's calls take many times the processors'
-time.
+"""Calls of an engine's process and what comes back, over one socket per caller: Ray's calls take many times the processors' time.
 
-    EngineConnection (caller) ── number, request ──> EngineListener (the engine's process) ──> its generate or stream
-                              <── number, tokens ──
+    EngineConnection (caller) ── number, request or call ──> EngineListener (the engine's process) ──> its generate, stream or method
+                              <── number, tokens or answer ──
 
 A message is its length in four bytes, and a pickle. A caller first sends the listener's key, before which nothing is unpickled. A lost
-connection ends the calls of both sides.
+connection ends what both sides wait for, and requests; a method that was called runs to its end.
 """
 
 import asyncio
@@ -15,7 +14,8 @@ import pickle
 import secrets
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -29,7 +29,7 @@ _LOST_S = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """Where an engine's process takes requests."""
+    """Where an engine's process takes calls."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class EngineAddress:
 
 
 class Sampling(Protocol):
-    """The part of ``InferenceEngine`` that is called here."""
+    """The part of ``InferenceEngine`` that is called here; its other methods are called by name."""
 
     async def generate(self, request: EngineRequest) -> EngineOutput: ...
 
@@ -85,17 +85,20 @@ class EngineConnection(_Messages):
         self._key = key
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Queue[EngineOutput | Exception | None]] = {}
-        """What has come for each open call and was not taken yet; None: the end."""
+        """What has come for each open request and was not taken yet; None: the end."""
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        """Calls of methods that wait for their answer."""
         self._is_lost = False
 
     @classmethod
-    async def connect(cls, name: str, address: EngineAddress) -> "EngineConnection":
+    async def connect(cls, name: str, address: EngineAddress, timeout_s: float) -> "EngineConnection":
         """Connect to the engine of this name. Raises ``EngineDeadError``."""
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(lambda: cls(name, address.key), address.host, address.port)
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(lambda: cls(name, address.key), address.host, address.port)
         except OSError as error:
-            raise EngineDeadError(f"engine {name} is gone: it takes no connection: {error}") from error
+            raise EngineDeadError(f"engine {name} is gone: it takes no connection: {error!r}") from error
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -111,13 +114,36 @@ class EngineConnection(_Messages):
         self._is_lost = True
         for answers in self._answers.values():
             answers.put_nowait(self._death())
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(self._death())
 
     def _death(self) -> EngineDeadError:
         return EngineDeadError(f"engine {self._name} is gone: its connection ended")
 
     def received(self, number: int, content: Any, streams: bool = False) -> None:
-        if number in self._answers:  # not if its caller has left
+        if (answer := self._asked.get(number)) is not None and not answer.done():
+            if isinstance(content, Exception):
+                answer.set_exception(content)
+            else:
+                answer.set_result(content)
+        elif number in self._answers:  # not if its caller has left
             self._answers[number].put_nowait(content)
+
+    def ask(self, method: str, *args: Any) -> "asyncio.Future[Any]":
+        """Call a method of the engine's process: sent at once, and begun there in the order of the calls. It goes on if the caller leaves.
+
+        The answer raises what the method raises, and ``EngineDeadError``.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        if self._is_lost:
+            answer.set_exception(self._death())
+            return answer
+        number = next(self._numbers)
+        self._asked[number] = answer
+        answer.add_done_callback(lambda _: self._asked.pop(number, None))
+        self.send(number, (method, args))
+        return answer
 
     async def call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
         """Yield the blocks of the engine's ``stream``, or the one output of its ``generate``.
@@ -153,6 +179,8 @@ class EngineListener(_Messages):
         self._key = key
         self._is_known = False
         self._calls: dict[int, asyncio.Task[None]] = {}
+        """Requests."""
+        self._methods: set[asyncio.Task[None]] = set()
 
     def connection_lost(self, error: Exception | None) -> None:
         for call in self._calls.values():
@@ -172,22 +200,35 @@ class EngineListener(_Messages):
             self.transport.abort()
 
     def received(self, number: int, content: Any, streams: bool = False) -> None:
-        if content is not None:
-            # Callers come and go: no task group could own their calls, which their connection cancels.
+        # Callers come and go: no task group could own their calls. Their connection cancels requests.
+        if isinstance(content, tuple):
+            call = asyncio.create_task(self._call(number, *content), name=f"engine-{content[0]}")
+            self._methods.add(call)
+            call.add_done_callback(self._methods.discard)
+        elif content is not None:
             call = asyncio.create_task(self._answer(number, content, streams), name=f"engine-call-{number}")
             self._calls[number] = call
             call.add_done_callback(lambda _: self._calls.pop(number))
         elif number in self._calls:
             self._calls[number].cancel()
 
+    async def _call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        with self._sending_errors(number):
+            self.send(number, await getattr(self._engine, method)(*args))
+
     async def _answer(self, number: int, request: EngineRequest, streams: bool) -> None:
-        try:
+        with self._sending_errors(number):
             if streams:
                 async for block in self._engine.stream(request):
                     self.send(number, block)
             else:
                 self.send(number, await self._engine.generate(request))
             self.send(number, None)
+
+    @contextmanager
+    def _sending_errors(self, number: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             try:
                 self.send(number, error)
@@ -196,7 +237,7 @@ class EngineListener(_Messages):
 
 
 async def listen(host: str, engine: Sampling) -> tuple[asyncio.Server, EngineAddress]:
-    """Take requests of callers that know the address, until the server is closed."""
+    """Take calls of callers that know the address, until the server is closed."""
     key = secrets.token_bytes(32)
     server = await asyncio.get_running_loop().create_server(lambda: EngineListener(engine, key), host, 0)
     return server, EngineAddress(host=host, port=server.sockets[0].getsockname()[1], key=key)

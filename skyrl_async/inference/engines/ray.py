@@ -1,16 +1,14 @@
 """Engines in processes of their own: a Ray actor around each vLLM engine, and the object that makes it an ``InferenceEngine`` again.
 
-    RayEngine (any process) ── control calls over Ray, requests over EngineConnection ──> EngineActor (its process) ──> VLLMEngine ──> core
+    RayEngine (any process) ──EngineConnection──> EngineActor (its process) ──> VLLMEngine ──> core
 
-A ``RayEngine`` can be pickled. Requests that a weight update aborts continue inside the actor: only those that cannot be continued come
-back with ``abort``. Ray's errors of a dead actor become ``EngineDeadError``; our own errors cross as they are.
+Ray starts and kills actors, nothing else. A ``RayEngine`` can be pickled. Requests that a weight update aborts continue inside the actor:
+only those that cannot be continued come back with ``abort``. A lost connection is an ``EngineDeadError``; our own errors cross as they are.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
-from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,11 +31,9 @@ from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpda
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONCURRENT_CALLS = 1_000_000
-"""More than there will ever be. Ray queues calls past the limit, and requests held by a paused engine would keep ``resume`` queued."""
 _NUM_LOG_LINES_SHOWN = 20
-_RAY_GRACE_S = 5.0
-"""How much longer Ray's side waits, so that an engine misses its own deadline first and says why."""
+_GRACE_S = 5.0
+"""How much longer the caller waits, so that an engine misses its own deadline first and says why."""
 
 
 class RayEngine:
@@ -53,15 +48,13 @@ class RayEngine:
         """Ray's name of the machine that it runs on."""
         self._actor = actor
         self._started = started
-        self._caller = uuid.uuid4().hex
-        self._call_numbers = itertools.count()
         self._connecting = asyncio.Lock()
         self._connection: EngineConnection | None = None
         self._busy_until = 0.0
         """Deadline of the latest ordered call, on the loop's clock; 0 once it has answered."""
 
     def __reduce__(self) -> tuple[type, tuple[str, ActorHandle, StartedEngine]]:
-        """A copy numbers its calls anew, and has a connection of its own."""
+        """A copy has a connection of its own."""
         return RayEngine, (self.name, self._actor, self._started)
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
@@ -74,18 +67,22 @@ class RayEngine:
         return self._call(request, streams=True)
 
     async def _call(self, request: EngineRequest, *, streams: bool) -> AsyncGenerator[EngineOutput, None]:
-        if self._connection is None:
-            async with self._connecting:
-                if self._connection is None:
-                    address = await self._answer("listen", self._actor.listen.remote())
-                    self._connection = await EngineConnection.connect(self.name, address)
-        async with contextlib.aclosing(self._connection.call(request, streams=streams)) as blocks:
+        connection = await self._connected()
+        async with contextlib.aclosing(connection.call(request, streams=streams)) as blocks:
             async for block in blocks:
                 yield block
 
+    async def _connected(self) -> EngineConnection:
+        async with self._connecting:  # always, so that calls are sent in their order
+            if self._connection is None:
+                self._connection = await EngineConnection.connect(
+                    self.name, self._started.address, self._started.call_timeout_s
+                )
+        return self._connection
+
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:
         """``InferenceEngine.partial_outputs``."""
-        return await self._answer("partial_outputs", self._actor.partial_outputs.remote(tuple(request_ids)))
+        return await self._ask("partial_outputs", tuple(request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
         """``InferenceEngine.pause``."""
@@ -131,7 +128,7 @@ class RayEngine:
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Evicting all takes as long as requests do, and has no deadline."""
         ids = None if request_ids is None else tuple(request_ids)
-        await self._answer("evict", self._actor.evict.remote(ids), has_deadline=ids is not None)
+        await self._ask("evict", ids, has_deadline=ids is not None)
 
     async def statistics(self) -> dict[str, int]:
         """``VLLMEngine.statistics``."""
@@ -144,17 +141,16 @@ class RayEngine:
         ray.kill(self._actor)
 
     async def _control_in_order(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Run a call after the one before it, which the actor finishes even if its caller was cancelled.
+        """Call what ``VLLMEngine`` does one after the other, in the order of the calls, also of those whose caller was cancelled.
 
         The deadline begins after that of the calls before, unless they have answered.
         """
         now = asyncio.get_running_loop().time()
         allowed_s = max(self._busy_until - now, 0.0) + (timeout_s or self._started.call_timeout_s)
         self._busy_until = busy_until = now + allowed_s
-        call = self._actor.control_in_order.remote(method, args, self._caller, next(self._call_numbers))
         is_abandoned = False
         try:
-            return await self._answer(method, call, allowed_s)
+            return await self._ask("control", method, args, timeout_s=allowed_s)
         except asyncio.CancelledError:
             is_abandoned = True
             raise
@@ -163,22 +159,20 @@ class RayEngine:
                 self._busy_until = 0.0
 
     async def _control(self, method: str, *args: Any, has_deadline: bool = True) -> Any:
-        return await self._answer(method, self._actor.control.remote(method, args), has_deadline=has_deadline)
+        return await self._ask("control", method, args, has_deadline=has_deadline)
 
-    async def _answer(
-        self, method: str, call: ObjectRef, timeout_s: float | None = None, *, has_deadline: bool = True
-    ) -> Any:
-        waited_s = (timeout_s or self._started.call_timeout_s) + _RAY_GRACE_S
+    async def _ask(self, what: str, *args: Any, timeout_s: float | None = None, has_deadline: bool = True) -> Any:
+        waited_s = (timeout_s or self._started.call_timeout_s) + _GRACE_S
+        connection = await self._connected()
+        answer = connection.ask(what, *args)
         try:
-            async with asyncio.timeout(waited_s if has_deadline else None):
-                return await call
+            async with asyncio.timeout(waited_s if has_deadline else None) as deadline:
+                return await answer
         except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            method = args[0] if what == "control" else what
             raise EngineDeadError(f"engine {self.name}: no answer to {method} within {waited_s:g} s") from error
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise EngineDeadError(f"engine {self.name} is gone: {type(error).__name__}: {reason}") from error
 
 
 def is_on_this_machine(engine: InferenceEngine) -> bool:
@@ -258,7 +252,6 @@ def _make_actor(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         scheduling_strategy=strategy,
-        max_concurrency=_MAX_CONCURRENT_CALLS,
         max_restarts=0,
         runtime_env={"env_vars": environment},
     )

@@ -1,6 +1,6 @@
-"""A vLLM engine in a Ray actor's process: requests, which come over connections of their own, and every other call.
+"""A vLLM engine in a Ray actor's process. Ray starts it; every later call comes over a caller's connection.
 
-    RayEngine (any process) ──requests · other calls──> EngineActor ──> VLLMEngine ──> core
+    RayEngine (any process) ──EngineConnection──> EngineActor ──> VLLMEngine ──> core
 
 Requests that a weight update aborts continue here.
 """
@@ -36,6 +36,8 @@ class StartedEngine:
 
     max_model_len: int
     node_id: str
+    address: EngineAddress
+    """Where it takes calls."""
     call_timeout_s: float
     """Deadline of a control call."""
     checksum_timeout_s: float
@@ -51,10 +53,8 @@ class EngineActor:
             os.dup2(log.fileno(), sys.stderr.fileno())
         self._config = config
         self._engine: VLLMEngine
+        self._server: asyncio.Server
         self._calls = OpenCalls()
-        self._listening: asyncio.Task[tuple[asyncio.Server, EngineAddress]] | None = None
-        self._finished: dict[tuple[str, int], asyncio.Event] = {}
-        """(caller, number) -> set once that ordered call is over; only each caller's newest are kept."""
 
     async def start(self) -> StartedEngine:
         """Boot, and sample one token: vLLM boots with models that its kernels for the device then turn out not to support."""
@@ -65,19 +65,14 @@ class EngineActor:
         except EngineDeadError as error:
             name = self._config.name
             raise EngineStartError(f"engine {name} did not come up: its first token ended it ({error})") from error
+        self._server, address = await listen(ray.util.get_node_ip_address(), self)
         return StartedEngine(
             max_model_len=self._engine.max_model_len,
             node_id=ray.get_runtime_context().get_node_id(),
+            address=address,
             call_timeout_s=self._config.call_timeout_s,
             checksum_timeout_s=self._config.checksum_timeout_s,
         )
-
-    async def listen(self) -> EngineAddress:
-        """Where requests are taken from now on. Idempotent."""
-        if self._listening is None:
-            self._listening = asyncio.create_task(listen(ray.util.get_node_ip_address(), self), name="engine-listener")
-        _, address = await self._listening
-        return address
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """``InferenceEngine.generate``."""
@@ -106,18 +101,6 @@ class EngineActor:
     async def control(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call any other method of the engine."""
         return await getattr(self._engine, method)(*args)
-
-    async def control_in_order(self, method: str, args: tuple[Any, ...], caller: str, number: int) -> Any:
-        """``control``, after the caller's calls with smaller numbers (counted from 0) are over: Ray starts an actor's calls in any
-        order."""
-        over = self._finished.setdefault((caller, number), asyncio.Event())
-        if number:
-            await self._finished.setdefault((caller, number - 1), asyncio.Event()).wait()
-            del self._finished[caller, number - 1]
-        try:
-            return await self.control(method, args)
-        finally:
-            over.set()
 
     def _may_continue(self, request: EngineRequest) -> Callable[[], bool]:
         return lambda: not self._calls.is_evicted(request.request_id)

@@ -1,8 +1,9 @@
-"""Requests to an engine over a socket: real sockets, an engine of a few lines."""
+"""Calls of an engine over a socket: real sockets, an engine of a few lines."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
+from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.connection import EngineAddress, EngineConnection, _Messages, listen
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, SamplingParams
+from skyrl_async.inference.engines.ray import RayEngine
+from skyrl_async.inference.engines.ray_actor import StartedEngine
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams
 from tests.patience import PATIENCE_S
 
 
@@ -30,6 +34,22 @@ class CountingEngine:
     def __init__(self) -> None:
         self.held = asyncio.Event()
         self.ended = asyncio.Event()
+        self.done = list[str]()
+
+    async def do(self, name: str) -> str:
+        self.done.append(name)
+        if name == "too long":
+            raise PromptTooLongError(9, 8)
+        if name == "held":
+            await self.held.wait()
+        await asyncio.sleep(0)
+        self.done.append(f"end of {name}")
+        return name
+
+    async def control(self, method: str, args: tuple[object, ...]) -> None:
+        self.done.append(method)
+        if method == "pause":
+            await asyncio.Event().wait()
 
     async def generate(self, asked: EngineRequest) -> EngineOutput:
         if asked.request_id == "too long":
@@ -58,7 +78,7 @@ class CountingEngine:
 async def connected() -> AsyncIterator[tuple[CountingEngine, EngineConnection, EngineAddress]]:
     engine = CountingEngine()
     server, address = await listen("127.0.0.1", engine)
-    connection = await EngineConnection.connect("engine-0", address)
+    connection = await EngineConnection.connect("engine-0", address, PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
         yield engine, connection, address
     connection.transport.abort()
@@ -118,12 +138,12 @@ async def test_a_lost_connection_ends_the_calls_of_both_sides() -> None:
 async def test_nothing_of_a_stranger_is_read() -> None:
     async with connected() as (_, _, address):
         stranger = await EngineConnection.connect(
-            "x", EngineAddress(host=address.host, port=address.port, key=b"k" * 32)
+            "x", EngineAddress(host=address.host, port=address.port, key=b"k" * 32), PATIENCE_S
         )
         with pytest.raises(EngineDeadError):
             await collect(stranger, request("one"), streams=False)
     with pytest.raises(EngineDeadError, match="engine x is gone: it takes no connection"):
-        await EngineConnection.connect("x", EngineAddress(host="127.0.0.1", port=1, key=b""))
+        await EngineConnection.connect("x", EngineAddress(host="127.0.0.1", port=1, key=b""), PATIENCE_S)
 
 
 @given(messages=st.lists(st.tuples(st.integers(), st.binary(max_size=300)), max_size=5), size=st.integers(1, 400))
@@ -148,3 +168,48 @@ def test_messages_arrive_whole_however_they_are_cut(messages: list[tuple[int, by
     for begin in range(0, len(sent), size):
         side.data_received(bytes(sent[begin : begin + size]))
     assert arrived == messages
+
+
+async def test_methods_begin_in_the_order_of_their_calls_and_go_on_without_their_caller() -> None:
+    async with connected() as (engine, connection, _):
+        left = connection.ask("do", "first")
+        answers = [connection.ask("do", name) for name in ("second", "third")]
+        left.cancel()
+        assert await asyncio.gather(*answers) == ["second", "third"]
+        assert engine.done == [*("first", "second", "third"), *("end of first", "end of second", "end of third")]
+        with pytest.raises(PromptTooLongError):
+            await connection.ask("do", "too long")
+
+
+async def test_a_lost_connection_is_an_engine_death_for_methods_that_go_on_and_for_later_ones() -> None:
+    async with connected() as (engine, connection, address):
+        open_call = connection.ask("do", "held")
+        answer = connection.ask("do", "answered")
+        assert await answer == "answered"
+        connection.transport.abort()
+        for lost in (open_call, connection.ask("do", "late")):
+            with pytest.raises(EngineDeadError, match="engine engine-0 is gone"):
+                await lost
+        engine.held.set()
+        other = await EngineConnection.connect("engine-0", address, PATIENCE_S)
+        await other.ask("do", "other")
+        assert "end of held" in engine.done and "late" not in engine.done
+        other.transport.abort()
+
+
+async def test_calls_keep_their_order_while_they_connect_and_one_without_an_answer_in_time_is_an_engine_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "_GRACE_S", 0.0)
+    async with connected() as (engine, _, address):
+        started = StartedEngine(
+            max_model_len=1, node_id="", address=address, call_timeout_s=PATIENCE_S, checksum_timeout_s=PATIENCE_S
+        )
+        called = RayEngine("engine-0", None, started)
+        await asyncio.gather(called.resume(), called.checksum(), called.version())
+        assert engine.done == ["resume", "checksum", "version"]
+        called._started = replace(started, call_timeout_s=0.01)
+        with pytest.raises(EngineDeadError, match=r"engine engine-0: no answer to pause within 0.01 s"):
+            await called.pause(PauseMode.KEEP)
+        assert called._connection is not None
+        called._connection.transport.abort()

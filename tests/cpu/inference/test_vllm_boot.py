@@ -14,6 +14,7 @@ import pytest
 
 from skyrl_async.config.schema.policy import LARGEST_SERVED_RANK
 from skyrl_async.inference.engines import ray as ray_engine
+from skyrl_async.inference.engines.connection import EngineAddress
 from skyrl_async.inference.engines.ray import StartedEngine, start_ray_engines
 from skyrl_async.inference.vllm.adapter import supported_rank
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, _BoundForkContext, _set_environment
@@ -138,7 +139,10 @@ def test_engines_that_ray_may_put_on_one_gpu_boot_one_after_another(
             num_booting.append(num_booting[-1] + 1)
             await asyncio.sleep(20.0)
             num_booting.append(num_booting[-1] - 1)
-            return StartedEngine(max_model_len=1, node_id="here", call_timeout_s=60.0, checksum_timeout_s=60.0)
+            address = EngineAddress(host="here", port=0, key=b"")
+            return StartedEngine(
+                max_model_len=1, node_id="here", address=address, call_timeout_s=60.0, checksum_timeout_s=60.0
+            )
 
     monkeypatch.setattr(ray_engine, "_require_resources", lambda *_: None)
     monkeypatch.setattr(ray_engine, "_make_actor", lambda *_: Actor())
