@@ -73,6 +73,8 @@ class VLLMEngine:
         """Engine calls in flight -> whether each can be continued."""
         self._changes = Changes()
         self._cut_off = CutOff()
+        self._staged: WeightUpdate | None = None
+        """The update that was prepared and checked last, if none was checked since."""
         self._received: dict[str, str] = {}
         """Path of the trainer's file -> path of its broadcast copy in this engine's memory."""
 
@@ -196,9 +198,11 @@ class VLLMEngine:
         """``InferenceEngine.stage_weights``. Only all weights, on a CPU, are prepared."""
         if self._config.device != "cpu" or self._adapter is not None:
             return
-        path = self._as_received(update).path
+        update, self._staged = self._as_received(update), None
         timeout_s = self._config.call_timeout_s
-        await self._in_worker_threads("stage weights", update, timeout_s, path, update.load_bucket_bytes)
+        await self._in_worker_threads("stage weights", update, timeout_s, update.path, update.load_bucket_bytes)
+        self._validator.check(update)
+        self._staged = update
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``."""
@@ -228,8 +232,9 @@ class VLLMEngine:
 
     async def _checked(self, update: WeightUpdate) -> WeightUpdate:
         """The update as this engine loads it, after all checks. Raises ``PublishError``."""
-        update = self._as_received(update)
-        self._validator.check(update)
+        update, staged, self._staged = self._as_received(update), self._staged, None
+        if update != staged:
+            self._validator.check(update)
         if update.is_compared:
             await asyncio.to_thread(require_as_sent, update)
         if self._adapter is not None:

@@ -540,6 +540,10 @@ async def test_staged_weights_are_not_served_before_they_are_loaded_and_leave_no
     assert set(running.result().versions) == {0}
     await publish(engine_0, first)  # what was staged is of another file
     assert await engine_0.checksum() != before and await engine_0.version() == 1
+    await engine_0.stage_weights(second)
+    (tmp_path / "2" / "2.safetensors").unlink()
+    await publish(engine_0, second)  # its file was checked when it was staged, and is not read again
+    assert await engine_0.version() == 2
     gone = replace(first, version=3, path=str(tmp_path / "1" / "gone.safetensors"))
     with pytest.raises(PublishError, match=r"engine engine cannot stage weights 3: .*No such file"):
         await engine_0.stage_weights(gone)
