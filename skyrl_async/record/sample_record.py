@@ -1,6 +1,6 @@
 """Writes the samples of a run to its directory, beside the event loop.
 
-    groups at their end ──add──> in memory ──a thread, once per step──> samples/*.parquet ──many or large──> joined, thinned
+    groups at their end ──add──> in memory ──a thread, at the end of a step──> samples/*.parquet ──many or large──> joined, thinned
 
 A checkpoint holds the number of rows and is written after them, so that a resumed run has each row once, wherever the run was killed. A
 disk that is full or hangs costs rows, never the run: a checkpoint waits half a minute for one that hangs, and later ones do not.
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ _MAX_WAITING_BYTES = 512 << 20
 _JOINED_PARTS, _JOINED_BYTES = 64, 64 << 20
 """So many parts, or parts of so many bytes, become one file."""
 _PIECE_ROWS = 256
+_WRITE_INTERVAL_S = 1.0
+"""Least time between two files: one takes some 3 ms of a processor, whatever is in it."""
 _FLUSH_TIMEOUT_S, _CLOSE_TIMEOUT_S = 30.0, 10.0
 """A write of a step's rows takes seconds on a slow disk."""
 
@@ -53,7 +56,10 @@ class SampleRecord:
         groups_with_text: int | None = None,
         max_bytes: float = math.inf,
     ) -> None:
-        import pyarrow.parquet  # noqa: F401  (in the thread it would hold up the event loop)
+        # All that writing and joining use, pandas among it: half a second in which the thread would hold up the event loop.
+        import pyarrow.compute
+        import pyarrow.dataset
+        import pyarrow.parquet  # noqa: F401
 
         self._directory = directory
         self._turns_of = turns_of
@@ -75,6 +81,9 @@ class SampleRecord:
         """Whether it has yet to begin: it will write all that is added until then."""
         self._hangs = False
         """Whether a write took too long, and still does."""
+        self._is_waited_for = threading.Event()
+        """Whether the newest write is: it begins at once then."""
+        self._written_at = -math.inf
         self._said: set[str] = set()
         """Warnings of writes that fail, each said once until one succeeds."""
         self._has_thinned = False
@@ -110,7 +119,7 @@ class SampleRecord:
         """Wait until what was added is on disk, or has failed to get there; half a minute for a disk that hangs, once."""
         if self._hangs:
             return
-        writing = self._begin_write()
+        writing = self._begin_write(is_waited_for=True)
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, writing.result, _FLUSH_TIMEOUT_S)
         except TimeoutError:
@@ -120,19 +129,23 @@ class SampleRecord:
     def close(self) -> None:
         """Write the rest. Idempotent. A disk that hangs is left."""
         try:
-            self._begin_write().result(_CLOSE_TIMEOUT_S)
+            self._begin_write(is_waited_for=True).result(_CLOSE_TIMEOUT_S)
         except TimeoutError:
             logger.warning("the last samples are not yet in %s: the disk hangs", self._directory)
 
-    def _begin_write(self) -> Future[None]:
+    def _begin_write(self, *, is_waited_for: bool = False) -> Future[None]:
         """The write of all that was added so far: however long one takes, only one more waits for it."""
         if not self._is_due:
             self._is_due = True
-            self._queued = self._threads.submit(self._write_waiting)
+            self._is_waited_for = threading.Event()
+            self._queued = self._threads.submit(self._write_waiting, self._is_waited_for)
+        if is_waited_for:
+            self._is_waited_for.set()
         return self._queued
 
-    def _write_waiting(self) -> None:
+    def _write_waiting(self, is_waited_for: threading.Event) -> None:
         with self._lock:
+            is_waited_for.wait(max(0.0, self._written_at + _WRITE_INTERVAL_S - time.monotonic()))
             self._is_due = False
             try:
                 self._write()
@@ -144,6 +157,7 @@ class SampleRecord:
             else:
                 self._said.clear()
             self._hangs = False
+            self._written_at = time.monotonic()
 
     def _write(self) -> None:
         if self._files is None:

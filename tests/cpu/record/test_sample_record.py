@@ -163,6 +163,44 @@ def test_parts_are_joined_and_pandas_reads_the_directory_as_it_is(tmp_path: Path
     assert frame["uid"].tolist() == [f"p{step}" for step in range(150)] == read_samples(tmp_path)["uid"].to_pylist()
 
 
+def test_short_steps_share_a_file(tmp_path: Path) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY)
+    record.add(ended("p0", 0))
+    asyncio.run(record.flush())
+    for step in range(1, 20):
+        record.add(ended(f"p{step}", step))
+        record.end_step()
+    record.close()
+    assert [(file.first, file.end) for file in files_in(tmp_path / DIRECTORY)] == [(0, 1), (1, 20)]
+
+
+_WRITE_AND_JOIN = """
+import asyncio, pathlib, sys
+from skyrl_async.record import sample_record
+from skyrl_async.record.ended import EndedGroup, Outcome
+from skyrl_async.types import Group, Trajectory
+
+row = Trajectory(
+    prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(True,), logprobs=(0.0,), versions=(0,), reward=1.0
+)
+group = Group(uid="p", admission_index=0, scheduled_version=0, trajectories=(row,))
+record = sample_record.SampleRecord(pathlib.Path(sys.argv[1]))
+sample_record._JOINED_PARTS = 2
+imported = set(sys.modules)
+for step in range(4):
+    record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=step))
+    asyncio.run(record.flush())
+print(*(set(sys.modules) - imported))
+"""
+
+
+@pytest.mark.slow
+def test_all_that_writing_and_joining_import_is_imported_before_the_run(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", _WRITE_AND_JOIN, str(tmp_path)]
+    assert subprocess.run(script, capture_output=True, text=True, check=True).stdout.split() == []
+    assert len(files_in(tmp_path)) < 4
+
+
 def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_path: Path, caplog: Any) -> None:
     rng = np.random.default_rng(0)
 
