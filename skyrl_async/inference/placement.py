@@ -11,7 +11,7 @@ A new request goes to the engine to which it was moved, else to its session's, e
 sessions.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class Sessions:
     def __init__(self, *, max_sessions: int = 100_000, max_idle_s: float = 3600.0) -> None:
         self._engines: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Session -> engine and time of the last request, least recently used first."""
-        self.num_in: Counter[str] = Counter()
+        self.num_in: defaultdict[str, int] = defaultdict(int)
         """Engine -> sessions remembered of it."""
         self._max_sessions = max_sessions
         self._max_idle_s = max_idle_s
@@ -103,7 +103,7 @@ class Placement:
         self._settings = settings
         self.sessions = Sessions()
         self._running: dict[str, _Running] = {}
-        self._weights: dict[str, float] = {}
+        self._weights: defaultdict[str, float] = defaultdict(float)
         self._newest = 0
         self._newest_at_update = -1
         self._expected = 0
@@ -133,7 +133,9 @@ class Placement:
         if engine not in engines:
             engine = session_engine
         if engine is None or engine not in engines:
-            engine = min(engines, key=lambda one: (self.load(one), self.sessions.num_in.get(one, 0)))
+            least = min(map(self._weights.__getitem__, engines))
+            emptiest = [one for one in engines if self._weights[one] == least]
+            engine = min(emptiest, key=self.sessions.num_in.__getitem__)
         if session_id is not None:
             self.sessions.remember(session_id, engine, now)
         return engine
