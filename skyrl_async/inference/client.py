@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_async.chat import ChatRenderer
-from skyrl_async.columns import TokenIds, fields_of, token_ids
+from skyrl_async.columns import TokenIds, fields_of
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.generation import (
     GenerationState,
@@ -181,7 +181,7 @@ class InferenceEngineClient:
             text=text.finish()[0],
             engines=tuple(state.engines),
             engine_seconds=state.engine_seconds,
-            **fields_of(state.output()) | {"num_aborts": state.num_aborts + num_restarts},
+            **state.fields() | {"num_aborts": state.num_aborts + num_restarts},
         )
 
     async def collect_open_tokens(self) -> None:
@@ -246,12 +246,15 @@ class InferenceEngineClient:
         if budget < 1:
             raise PromptTooLongError(len(prompt_token_ids), self.max_model_len)
         self._counts["requests"] += 1
+        stream_interval = None if sampling.stop else CARRIED_BLOCK_TOKENS
+        if sampling.stop or budget < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=budget, min_tokens=min(sampling.min_tokens, budget), stop=())
         return EngineRequest(
             request_id=f"{self._name}-{next(self._request_numbers)}",
-            prompt_token_ids=token_ids(prompt_token_ids),
-            sampling=replace(sampling, max_tokens=budget, min_tokens=min(sampling.min_tokens, budget), stop=()),
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
             priority=priority,
-            stream_interval=None if sampling.stop else CARRIED_BLOCK_TOKENS,
+            stream_interval=stream_interval,
         )
 
     @contextmanager
@@ -292,6 +295,8 @@ class InferenceEngineClient:
                 yield _until_stop_string(begin, state, text)
             async with aclosing(call_until_end(request, state, call)) as blocks:
                 async for block in blocks:
+                    # Many may come at once. An aborted call is still in its slot, so that the placement knows it.
+                    await self._turns.next()
                     yield _until_stop_string(block, state, text)
                     if state.has_stop_string:
                         return
@@ -325,15 +330,13 @@ class InferenceEngineClient:
             try:
                 async with aclosing(call(slot.engine, request)) as blocks:
                     while True:
-                        async with slot.cut_off.block():
+                        with slot.cut_off.block():
                             block = await anext(blocks, None)
                         if block is None:
                             return
                         state.engine_seconds = before + clock() - began
                         self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
                         slot.num_tokens += len(block.token_ids)
-                        if block.finish_reason is FinishReason.ABORT:
-                            await self._turns.next()  # still in its slot, so that the placement knows it
                         yield block
             except EngineDeadError as error:
                 self.drop_engine(slot.engine, error)

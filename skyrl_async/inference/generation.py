@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from skyrl_async.columns import NO_LOGPROBS, VersionSpans
+from skyrl_async.columns import NO_LOGPROBS, VersionSpans, fields_of
 from skyrl_async.errors import InferenceError
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
@@ -147,14 +148,17 @@ class GenerationState:
 
     def output(self) -> EngineOutput:
         """All tokens as one engine call's output. Before the end its reason is ``abort``, which ``num_aborts`` then leaves out."""
+        return EngineOutput(**self.fields())
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of ``output``."""
         if len(self._blocks) > 1:
             self._blocks = [joined(self._blocks)]
-        return replace(
-            self._blocks[0] if self._blocks else _NOTHING,
-            finish_reason=self.finish_reason or FinishReason.ABORT,
-            num_aborts=self._num_aborts_so_far,
-            num_cached_tokens=self.num_cached_tokens or 0,
-        )
+        return fields_of(self._blocks[0] if self._blocks else _NOTHING) | {
+            "finish_reason": self.finish_reason or FinishReason.ABORT,
+            "num_aborts": self._num_aborts_so_far,
+            "num_cached_tokens": self.num_cached_tokens or 0,
+        }
 
 
 class OpenCalls:

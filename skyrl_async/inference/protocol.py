@@ -4,7 +4,7 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
@@ -106,16 +106,14 @@ class CutOff:
     def __init__(self) -> None:
         self.reason: str | None = None
         """Why the engine is dead; None while it is not."""
-        self.open_blocks: dict[asyncio.Timeout, None] = {}
-        """The deadlines of the blocks that are open."""
+        self._open: dict[_CutOffBlock, None] = {}
 
     def cut(self, reason: str) -> None:
         """End every open block. Idempotent: the first reason stays."""
         if self.reason is None:
             self.reason = reason
-            now = asyncio.get_running_loop().time()
-            for deadline in self.open_blocks:
-                deadline.reschedule(now)
+            for block in self._open:
+                asyncio.get_running_loop().call_soon(block.end)
 
     def check(self) -> None:
         """Raise ``EngineDeadError`` if the engine is dead."""
@@ -128,21 +126,28 @@ class CutOff:
 
 
 class _CutOffBlock:
-    """A class, because each block of a stream passes through one."""
+    """As ``asyncio.timeout``, at half the cost: each block of a stream passes through one."""
 
     def __init__(self, cut_off: CutOff) -> None:
         self._cut_off = cut_off
-        self._deadline = asyncio.timeout(None)
+        self._is_cut = False
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         self._cut_off.check()
-        await self._deadline.__aenter__()
-        self._cut_off.open_blocks[self._deadline] = None
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancelled_before = self._task.cancelling()
+        self._cut_off._open[self] = None
 
-    async def __aexit__(self, *failure: Any) -> None:
-        del self._cut_off.open_blocks[self._deadline]
-        try:
-            await self._deadline.__aexit__(*failure)
-        except TimeoutError:
-            self._cut_off.check()
-            raise
+    def end(self) -> None:
+        """Cancel what the block awaits, if it is still open."""
+        if self in self._cut_off._open and self._task is not None:
+            self._is_cut = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+        del self._cut_off._open[self]
+        if self._is_cut and self._task is not None:
+            is_cancelled = self._task.uncancel() > self._num_cancelled_before
+            if not is_cancelled and kind is asyncio.CancelledError:
+                raise EngineDeadError(self._cut_off.reason) from None

@@ -4,6 +4,7 @@ Callers tell errors apart by class, which an ``ExceptionGroup`` hides.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -58,7 +59,7 @@ def _comes_of_cancellation(failure: BaseException) -> bool:
         if is_timeout or isinstance(error, BaseExceptionGroup):
             return False
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
@@ -71,15 +72,18 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._next = asyncio.Event()
+        self._next: asyncio.Event | None = None
+        """Set by the next change; None while no task waits for it."""
 
     def notify(self) -> None:
         """Wake the waiting tasks: the state may have changed."""
-        changed, self._next = self._next, asyncio.Event()
-        changed.set()
+        if self._next is not None:
+            self._next.set()
+            self._next = None
 
     async def next(self) -> None:
         """Wait for the next change."""
+        self._next = self._next or asyncio.Event()
         await self._next.wait()
 
     async def until(self, is_true: Callable[[], bool]) -> None:
@@ -96,9 +100,28 @@ class Turns:
     """
 
     def __init__(self, num_tasks: int = 16) -> None:
-        self._going_on = asyncio.Semaphore(num_tasks)
+        self._num_tasks = self._num_left = num_tasks
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Wait for a turn, in the order of the calls."""
-        async with self._going_on:
-            await asyncio.sleep(0)
+        """Wait for a turn, in the order of the calls; returns at once where this one has room."""
+        loop = asyncio.get_running_loop()
+        if self._num_left == self._num_tasks:
+            loop.call_soon(self._begin)
+        if self._num_left:
+            self._num_left -= 1
+            return
+        going_on = loop.create_future()
+        self._waiting.append(going_on)
+        await going_on
+
+    def _begin(self) -> None:
+        """A turn begins: the tasks that have waited longest go on in it."""
+        self._num_left = self._num_tasks
+        while self._waiting and self._num_left:
+            going_on = self._waiting.popleft()
+            if not going_on.done():  # else it was cancelled
+                going_on.set_result(None)
+                self._num_left -= 1
+        if self._num_left < self._num_tasks:
+            asyncio.get_running_loop().call_soon(self._begin)

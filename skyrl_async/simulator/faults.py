@@ -68,7 +68,7 @@ class FaultyEngine:
 
     async def _answer(self, call: Callable[[], Awaitable[T]]) -> T:
         """Answer a call; not while frozen, and not after death."""
-        async with self._cut_off.block():
+        with self._cut_off.block():
             await self._moving.wait()
             answer = await call()
             await self._moving.wait()

@@ -415,8 +415,9 @@ class VLLMEngine:
         After any failure the core's state is unknown, and the engine is dead.
         """
         try:
-            async with asyncio.timeout(timeout_s), self._cut_off.block():
-                return await call(*args, **kwargs)
+            async with asyncio.timeout(timeout_s):
+                with self._cut_off.block():
+                    return await call(*args, **kwargs)
         except TimeoutError as error:
             raise self._kill(f"no answer to {what} within {timeout_s or 0:g} s (engine.call_timeout_s)") from error
         except Exception as error:

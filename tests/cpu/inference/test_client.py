@@ -737,3 +737,27 @@ def test_a_generation_has_the_columns_of_its_blocks_however_many_there_are(
         assert output.top_logprobs == tuple(((token, -1.0),) for token in kept if has_top_logprobs)
         assert output.num_cached_tokens == (3 if tokens else 0)
         state.truncate(round(cut * len(tokens)))
+
+
+async def test_of_generations_that_end_at_once_few_go_on_in_a_turn_of_the_event_loop() -> None:
+    served, num_ended, most_in_a_turn = engine(), 0, 0
+    asked = client(served)
+
+    async def ask() -> None:
+        nonlocal num_ended
+        await asked.generate_tokens([1], SamplingParams(max_tokens=1))
+        num_ended += 1
+
+    await served.pause(PauseMode.KEEP)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(100):
+            tasks.create_task(ask())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert asked.statistics()["running_requests"] == 100
+        await served.resume()
+        while num_ended < 100:
+            before = num_ended
+            await asyncio.sleep(0)
+            most_in_a_turn = max(most_in_a_turn, num_ended - before)
+    assert most_in_a_turn <= 16
