@@ -4,10 +4,10 @@ Everything here is plain, frozen and free of torch, ray and vllm, so that any pr
 read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -334,19 +334,21 @@ _COLUMNS = {
 def _set_columns(value: object) -> None:
     """Make columns of the fields named in ``_COLUMNS`` and of ``versions``. Raises ``ValueError`` that names the field."""
     kind: Any = type(value)
-    for name, label, make in _column_makers(kind):
+    for name, label, dtype in _columns_of(kind):
         given = getattr(value, name)
-        made = None if given is None else make(given, name=label)
-        if made is not given:
-            object.__setattr__(value, name, made)
+        if given is None or type(given) is VersionSpans:
+            continue
+        if type(given) is np.ndarray and given.dtype is dtype and given.ndim == 1 and not given.flags.writeable:
+            continue  # as ``column`` would return it: a sample passes here some fifteen times
+        made = VersionSpans.of(given, label) if dtype is None else column(given, dtype.type, label)
+        object.__setattr__(value, name, made)
 
 
 @cache
-def _column_makers(kind: type) -> list[tuple[str, str, Callable[..., Any]]]:
-    """Each column's name in a dataclass, its name in errors, and what makes it from the value given."""
-    makers = {name: partial(column, dtype=dtype) for name, dtype in _COLUMNS.items()} | {"versions": VersionSpans.of}
-    named = [field.name for field in fields(kind) if field.name in makers]
-    return [(name, f"{kind.__name__}.{name}", makers[name]) for name in named]
+def _columns_of(kind: type) -> list[tuple[str, str, np.dtype[Any] | None]]:
+    """Each column's name in a dataclass, its name in errors, and its dtype; None for ``versions``."""
+    dtypes = {name: np.dtype(dtype) for name, dtype in _COLUMNS.items()} | {"versions": None}
+    return [(one.name, f"{kind.__name__}.{one.name}", dtypes[one.name]) for one in fields(kind) if one.name in dtypes]
 
 
 def _from_bytes(kind: type[EngineOutput], values: dict[str, Any]) -> EngineOutput:

@@ -33,6 +33,7 @@ class UidState(StrEnum):
 
 
 _CLOSED = (UidState.TRAINED, UidState.FILTERED, UidState.FAILED)
+_OPEN = (UidState.NEW, UidState.RUNNING, UidState.FINISHED)
 
 _FROM = {
     UidState.NEW: (UidState.RUNNING, UidState.FINISHED),
@@ -101,7 +102,8 @@ class UidLedger:
         self._set(key, to)
         if to in _CLOSED:
             self._totals[to] += 1
-            if sum(self._num_of_state[epoch][state] for state in _CLOSED) == len(self._states[epoch]):
+            num_of_state = self._num_of_state[epoch]
+            if not any(num_of_state[state] for state in _OPEN):
                 del self._states[epoch], self._num_of_state[epoch]
 
     def state(self, key: Key) -> UidState:

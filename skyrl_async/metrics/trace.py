@@ -82,7 +82,8 @@ class Trace:
 
     def past_span(self, name: str, track: str, begin: float, end: float, **args: Any) -> None:
         """Trace a span from ``begin`` to ``end``, seconds on the trace's clock. On such a track spans must not overlap."""
-        self._write_span(self._free_lane(track), name, begin, end, args)
+        if self._parts is not None:
+            self._write_span(self._free_lane(track), name, begin, end, args)
 
     def moment(self, name: str, track: str, **args: Any) -> None:
         """Trace this moment, as a span of no length."""

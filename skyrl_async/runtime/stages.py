@@ -156,10 +156,12 @@ class Stage:
 
     def statistics(self) -> dict[str, float]:
         """Return the number of finished items, and the seconds spent in each state, including the current one."""
-        seconds = dict(self._seconds)
-        seconds[self.state] += self._clock() - self._since
-        spent = {f"{state.name.lower()}_seconds": seconds[state] for state in StageState}
+        spent = {f"{state.name.lower()}_seconds": self.seconds_in(state) for state in StageState}
         return {"items": float(self._num_processed)} | spent
+
+    def seconds_in(self, state: StageState) -> float:
+        """Seconds spent in a state so far."""
+        return self._seconds[state] + (self._clock() - self._since if state is self.state else 0.0)
 
     def _raise_if(self, *ends: StageState) -> None:
         if self._end in ends:

@@ -64,6 +64,8 @@ class _SharedSpeed:
         self._progress = 0.0
         self._moved_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._timed = (0.0, 0.0)
+        """(goal, rate) for which the timer is set; a rate of 0 needs none."""
         self.is_paused = False
 
     @property
@@ -108,14 +110,19 @@ class _SharedSpeed:
         """For the next call that has got what it waits for."""
         while self._goals and self._goals[0][2].done():
             heapq.heappop(self._goals)
+        timed = (self._goals[0][0], self._rate()) if self._goals else (0.0, 0.0)
+        if timed == self._timed:
+            return
+        goal, rate = self._timed = timed
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._goals and (rate := self._rate()):
-            at = self._moved_at + max(0.0, self._goals[0][0] - self._progress) / rate
+        if rate:
+            at = self._moved_at + max(0.0, goal - self._progress) / rate
             self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
+        self._timed = (0.0, 0.0)
         self._advance()
         while self._goals and self._goals[0][0] <= self._progress + _ROUNDING:
             woken = heapq.heappop(self._goals)[2]

@@ -19,7 +19,7 @@ from skyrl_async.metrics.overlap import OverlapThroughput
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.shutdown import ShutdownRequested
-from skyrl_async.runtime.stages import Channel, Lane
+from skyrl_async.runtime.stages import Channel, Lane, StageState
 from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import LOGPROBS, WAIT_SECONDS, Policy
@@ -60,7 +60,7 @@ class TrainStage:
         self._lease = lease
         self._step_advantages = step_advantages
         self.beside_validation = OverlapThroughput(
-            lambda: run.board.stage("validation").statistics()["processing_seconds"]
+            lambda: run.board.stage("validation").seconds_in(StageState.PROCESSING)
         )
         """Training throughput during validation, relative to the throughput without."""
         self.is_torn = False
