@@ -2,16 +2,18 @@
 
 The real trainer, client, sessions, buffer and checkpoints run over modelled engines, which send blocks of tokens in real time. Half of the
 samples are one answer; the other half are sessions of turns of 4,096 tokens, whose prompts repeat what came before. CPU-seconds are of the
-whole process, the models among them. The longest stand-still is what a probe sees that wants to wake every 5 ms. Each row is run without
-checkpoints and again with one per step.
+whole process, the models and the record of samples among them, and again of the record's thread alone. The longest stand-still is what a
+probe sees that wants to wake every 5 ms. Each row is run without checkpoints and again with one per step.
 
 ``over_ray`` has tokens per second that one driver takes from engines without a model in Ray actors.
 """
 
 import asyncio
 import gc
+import math
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -137,7 +139,7 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
         num_prompts=2 * num_groups,
         num_engines=num_engines,
         tokens_per_second=TOKENS_PER_SECOND / (num_groups * GROUP_SIZE),
-        half_speed_requests=1e9,
+        half_speed_requests=math.inf,
         block_tokens=CARRIED_BLOCK_TOKENS,
         carries_tokens=True,
         mean_tokens=float(length),
@@ -149,9 +151,10 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
 
 
 class Record(SampleRecord):
-    """The record of a run, which also keeps the groups of the last step."""
+    """The record of a run, which also keeps the groups of the last step, and knows its thread's CPU-seconds."""
 
     last: tuple[int, list[Group]] = (0, [])
+    cpu_s = 0.0
 
     def add(self, ended: EndedGroup) -> None:
         super().add(ended)
@@ -159,9 +162,14 @@ class Record(SampleRecord):
             self.last = (ended.step, [])
         self.last[1].append(ended.group)
 
+    def _write_waiting(self, is_waited_for: threading.Event) -> None:
+        begun = time.thread_time()
+        super()._write_waiting(is_waited_for)
+        self.cpu_s += time.thread_time() - begun
+
 
 async def simulate(settings: SimulationSettings, checkpoint_dir: Path | None) -> dict[str, float]:
-    """CPU-seconds, tokens, longest stand-still, and bytes per token of the last step's groups."""
+    """CPU-seconds (of all, and of the record's thread), tokens, longest stand-still, and bytes per token of the last step's groups."""
     with tempfile.TemporaryDirectory() as samples:
         record = Record(Path(samples))
         try:
@@ -179,14 +187,17 @@ async def _simulate(settings: SimulationSettings, checkpoint_dir: Path | None, r
         record=record,
     )
     probe = Probe()
+    collect_rarely()
     async with probe.watching():
         begun = time.process_time()
         await simulation.run()
+        await record.flush()
         cpu_s = time.process_time() - begun
     groups = record.last[1]
     return {
         "tokens": float(sum(engine.num_sampled_tokens for engine in simulation.engines)),
         "cpu_s": cpu_s,
+        "record_cpu_s": record.cpu_s,
         "stall_s": probe.longest_s,
         "bytes_per_token": held_bytes(groups) / num_tokens_of(groups),
     }
@@ -201,7 +212,7 @@ class ModelledActor(EngineActor):
             "modelled",
             num_tokens_of=lambda prompt, seed: 1 << 30,
             tokens_per_second=tokens_per_second,
-            half_speed_requests=1e9,
+            half_speed_requests=math.inf,
             block_tokens=block_tokens,
         )
 
@@ -233,6 +244,7 @@ async def over_ray(length: int, num_engines: int, num_requests: int) -> dict[str
             num_tokens += len(answer.token_ids)
 
     probe = Probe()
+    collect_rarely()
     asking = [asyncio.create_task(ask_on()) for _ in range(num_requests)]
     await asyncio.sleep(RAY_SECONDS / 4)
     begun, cpu_begun, before = time.perf_counter(), time.process_time(), num_tokens
@@ -277,6 +289,7 @@ def measure(length: int, num_groups: int, num_engines: int) -> dict[str, Any]:
         "engines": num_engines,
         "million_tokens": plain["tokens"] / 1e6,
         "cpu_s_per_million_tokens": plain["cpu_s"] / plain["tokens"] * 1e6,
+        "record_cpu_s_per_million_tokens": plain["record_cpu_s"] / plain["tokens"] * 1e6,
         "longest_stall_ms": plain["stall_s"] * 1e3,
         "bytes_per_buffered_token": plain["bytes_per_token"],
         "checkpoint_stall_ms": written["stall_s"] * 1e3,
@@ -287,7 +300,6 @@ def measure(length: int, num_groups: int, num_engines: int) -> dict[str, Any]:
 def main() -> None:
     """Print a row per combination, and check the goals."""
     options = arguments(__doc__.splitlines()[0]).parse_args()
-    collect_rarely()
     figures: dict[str, Any] = {"conditions": conditions(seed=options.seed)}
     rows = [measure(*row) for row in (QUICK if options.quick else ROWS)]
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
