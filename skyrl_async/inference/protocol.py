@@ -145,9 +145,11 @@ class _CutOffBlock:
             self._is_cut = True
             self._task.cancel()
 
-    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> None:
         del self._cut_off._open[self]
         if self._is_cut and self._task is not None:
             is_cancelled = self._task.uncancel() > self._num_cancelled_before
-            if not is_cancelled and kind is asyncio.CancelledError:
-                raise EngineDeadError(self._cut_off.reason) from None
+            if not is_cancelled and isinstance(failure, asyncio.CancelledError):
+                over = TimeoutError()
+                over.__cause__ = failure  # as a timeout's: ``first_failure`` tells it from the cancellation of a task
+                raise EngineDeadError(self._cut_off.reason) from over

@@ -144,9 +144,10 @@ class SampleRecord:
         return self._queued
 
     def _write_waiting(self, is_waited_for: threading.Event) -> None:
+        is_waited_for.wait(max(0.0, self._written_at + _WRITE_INTERVAL_S - time.monotonic()))
         with self._lock:
-            is_waited_for.wait(max(0.0, self._written_at + _WRITE_INTERVAL_S - time.monotonic()))
             self._is_due = False
+            self._written_at = time.monotonic()
             try:
                 self._write()
                 self._join_and_thin()
@@ -157,7 +158,6 @@ class SampleRecord:
             else:
                 self._said.clear()
             self._hangs = False
-            self._written_at = time.monotonic()
 
     def _write(self) -> None:
         if self._files is None:

@@ -59,7 +59,7 @@ def _comes_of_cancellation(failure: BaseException) -> bool:
         if is_timeout or isinstance(error, BaseExceptionGroup):
             return False
         seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
     return False
 
 
