@@ -148,7 +148,8 @@ class Command:
         """Wait for its end, and for that of all its processes."""
         started = time.monotonic()
         stdout, _ = self.process.communicate(timeout=timeout_s)
-        _, orphans = psutil.wait_procs(self.family(), timeout=PATIENCE_S)
+        # Ray's agents whose node was killed may ask its dead server for a minute.
+        _, orphans = psutil.wait_procs(self.family(), timeout=2 * PATIENCE_S)
         return Outcome(
             pid=self.process.pid,
             code=self.process.returncode,
@@ -187,7 +188,7 @@ class Outcome:
     stderr: str
     seconds: float
     orphans: tuple[str, ...]
-    """Command lines of processes that outlived it by a minute."""
+    """Command lines of processes that outlived it by two minutes."""
 
     @property
     def error(self) -> str:
