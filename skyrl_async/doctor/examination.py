@@ -35,7 +35,7 @@ from skyrl_async.doctor.paths import (
 )
 from skyrl_async.doctor.rows import Row, Tokens, read_rows
 from skyrl_async.doctor.run_files import RunFiles
-from skyrl_async.doctor.scoring import Scorer, Values, scores
+from skyrl_async.doctor.scoring import Scorer, Values, on_one_thread, scores
 from skyrl_async.errors import ConfigError
 
 _MAX_VERSIONS = 3
@@ -109,19 +109,21 @@ async def examine(
         with_engine = with_engine and config.engine.backend is EngineBackend.vllm
         if prompts is not None and not with_engine:
             raise ConfigError(f"--prompts needs an engine that answers: engine.backend is {config.engine.backend.name}")
-        rows = read_rows(run_dir, run.versions, num_rows) if prompts is None else []
-        asked = [row.trajectory.prompt_token_ids for row in rows[:_NEW_ANSWERS]]
-        if prompts is not None:
-            asked = run.prompts(prompts, await run.initial(), num_rows)
-        versions = _chosen(run.versions, rows)
-        say(f"loading version {', '.join(map(str, sorted(versions)))}")
-        device, trust = training_device(config.training).name, config.policy.trust_remote_code
-        scorers = {v: Scorer(await run.directory(v), device=device, trust_remote_code=trust) for v in versions}
         engine, answers = None, []
-        if with_engine:
-            say("booting an engine")
-            booting = booted_engine(config, scorers[versions[0]].directory, asked, run.sampling, work_dir)
-            engine = await stack.enter_async_context(booting)
+        with on_one_thread():
+            rows = read_rows(run_dir, run.versions, num_rows) if prompts is None else []
+            asked = [row.trajectory.prompt_token_ids for row in rows[:_NEW_ANSWERS]]
+            if prompts is not None:
+                asked = run.prompts(prompts, await run.initial(), num_rows)
+            versions = _chosen(run.versions, rows)
+            say(f"loading version {', '.join(map(str, sorted(versions)))}")
+            device, trust = training_device(config.training).name, config.policy.trust_remote_code
+            scorers = {v: Scorer(await run.directory(v), device=device, trust_remote_code=trust) for v in versions}
+            if with_engine:
+                say("booting an engine")
+                booting = booted_engine(config, scorers[versions[0]].directory, asked, run.sampling, work_dir)
+                engine = await stack.enter_async_context(booting)
+        if engine is not None:
             answers = await engine.answers(versions[0])
         return await _examined(run, scorers, rows, engine, answers, say)
 

@@ -24,6 +24,17 @@ Values: TypeAlias = NDArray[np.float64]
 HEAD, EMBEDDINGS = "the output head", "the input embeddings"
 
 
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Compute on one thread in the block. An engine's core is a fork: it would wait for ever for OpenMP's other threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 class Scorer:
     """A model at one policy version, in float32.
 

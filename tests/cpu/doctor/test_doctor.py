@@ -21,8 +21,10 @@ from skyrl_async.doctor.examination import Examination, examine
 from skyrl_async.doctor.explanations import Idea, best_explanation
 from skyrl_async.doctor.findings import path_findings
 from skyrl_async.doctor.paths import PathGap
+from skyrl_async.errors import EngineStartError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.record.ended import EndedGroup, Outcome
 from skyrl_async.record.files import DIRECTORY, file_of, write
 from skyrl_async.record.table import table_of
@@ -359,6 +361,26 @@ async def test_a_template_token_that_the_engine_did_not_read_is_named(run_dir: P
     health = await examined(run_dir, await sampled(engine, reads=lambda prompt: prompt[:-1]))
     assert faults(health) == [("template token", "engine-0")]
     assert f"(token {NEWLINE})" in health.findings[0].sentence
+
+
+async def test_an_engine_is_forked_before_anything_computes_on_several_threads(
+    run_dir: Path, rows: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its core would wait for ever for OpenMP's other threads. A stand-in, which boots nothing: other tests fork from this process."""
+    num_threads: list[int] = []
+
+    async def start(config: VLLMEngineConfig) -> VLLMEngine:
+        num_threads.append(torch.get_num_threads())
+        raise EngineStartError("boots nothing")
+
+    monkeypatch.setattr(VLLMEngine, "start", start)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(EngineStartError, match="boots nothing"):
+            await examined(run_dir, rows, with_engine=True)
+        assert (num_threads, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(1)
 
 
 async def test_what_cannot_be_examined_is_said(
