@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("ci", max_examples=12, deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 
 

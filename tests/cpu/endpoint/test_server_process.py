@@ -120,7 +120,7 @@ async def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> A
         engine_wait_s=60.0,
         num_front_ends=2,
         heartbeat_interval_s=0.2,
-        heartbeat_timeout_s=4.0,
+        heartbeat_timeout_s=3.0,
     )
     async with endpoint_processes(shared, [], outages=deadlines.outages) as front_ends:
         yield Pair(front_ends=front_ends, deadlines=deadlines)
