@@ -398,7 +398,9 @@ def test_a_killed_run_is_resumed_and_finishes_with_all_its_files(
         f"global_step_{last}",
     }
     assert not (run_dir / "endpoint.json").exists()
-    assert not list(Path("/dev/shm").glob(f"skyrl_async-{killed[1].pid}-*"))
+    last_pid = (run_dir / "run.lock").read_text().split()[1]
+    for pid in (killed[1].pid, last_pid):
+        assert not list(Path("/dev/shm").glob(f"skyrl_async-{pid}-*"))
     assert re.search(r"\b[sc]k-[\w-]{8}", (run_dir / "run.log").read_text()) is None
 
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")

@@ -39,7 +39,7 @@ _cores: list[BaseProcess] = []
 _HASHED_PER_SECOND = 128 << 20
 """Bytes per second that any core hashes: a tenth of the measured rate."""
 _CACHED_PER_SLOT = 4
-"""Sequences of full length for which a small model's cache on CPU has room, per sequence that may run: more are rarely found again."""
+"""Sequences of full length for which a small model's cache on CPU has room, per sequence that may run: one, and three for prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class VLLMEngineConfig:
     max_num_seqs: int = 64
     gpu_memory_utilization: float = 0.85
     cpu_kv_cache_gb: int = 1
-    """KV cache on CPU, GiB at most; less where that holds ``_CACHED_PER_SLOT`` times all that can run."""
+    """KV cache on CPU, GiB at most; less where four times all that can run needs less."""
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     stream_interval: int = 10
