@@ -128,6 +128,10 @@ class OutageError(GenerationError):
     """Nothing could be sampled: no endpoint or no engine answered. Not the rollout's fault."""
 
 
+class EnvironmentFailedError(GenerationError):
+    """What an agent works in could not be made, or was lost. Not the agent's fault: no reward is known."""
+
+
 class TrainingError(SkyRLAsyncError):
     """A policy worker failed, or its results are not finite."""
 

@@ -20,12 +20,13 @@ from safetensors import SafetensorError
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
 from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
+from skyrl_async.harbor.tasks import load_tasks
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.registries import import_function
 from skyrl_async.tasks.imitation import ImitationTask
@@ -62,6 +63,12 @@ def prepare_prompts(config: Config) -> Prompts:
 
         source, num_train, num_eval = task.reasoning_gym, task.num_train_prompts, task.num_eval_prompts
         train, held_out = make_prompts(str(source.dataset), source.config, num_train, num_eval, task.seed)
+        return Prompts(train=train, held_out=held_out)
+    if task.name == HARBOR_TASK:
+        train, held_out = (
+            () if path is None else load_tasks(Path(path).expanduser(), f"task.harbor.{key}")
+            for key, path in (("path", task.harbor.path), ("eval_path", task.harbor.eval_path))
+        )
         return Prompts(train=train, held_out=held_out)
     if task.name != DATASET_TASK:
         train, held_out = get_task(task.name).make_prompts(task.num_train_prompts, task.num_eval_prompts, task.seed)

@@ -21,9 +21,11 @@ from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.task import HARBOR_TASK
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
+from skyrl_async.harbor.trials import harbor_harness
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -67,11 +69,15 @@ def make_generator(
     limits: Any = {"max_turns": generator.max_turns, "max_trajectory_tokens": generator.max_trajectory_tokens}
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
+        harness = None
+        if config.task.name == HARBOR_TASK:
+            harness, generator = harbor_harness(generator, run_dir)
         made = make_agent_generator(
             generator,
             urls=endpoint.urls,
             controller_key=endpoint.controller_key,
             make_environment=environments,
+            harness=harness,
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.no_engine_timeout_s,
             run_dir=run_dir,

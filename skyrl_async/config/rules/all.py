@@ -17,7 +17,7 @@ from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.server import MAX_PORT
-from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import ConfigError
 
@@ -35,7 +35,7 @@ def check(config: Config) -> None:
 def task_rules(config: Config) -> Iterator[str]:
     """The task exists, and has prompts enough for what is asked of it."""
     task, trainer, generator = config.task, config.trainer, config.generator
-    known, is_dataset = (*BUILT_IN_TASKS, DATASET_TASK, REASONING_GYM_TASK), task.name == DATASET_TASK
+    known, is_dataset = (*BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK), task.name == DATASET_TASK
     if task.name not in known:
         yield f"task.name must be one of {', '.join(known)}, got {task.name!r}"
     if task.name == REASONING_GYM_TASK and not has_distribution("reasoning-gym"):
@@ -45,13 +45,15 @@ def task_rules(config: Config) -> Iterator[str]:
         )
     yield from policy.tiny_policy_rules(config)
     size, prompts = trainer.policy_mini_batch_size, task.num_train_prompts
-    if not is_dataset and size > prompts:
+    if not is_dataset and task.name != HARBOR_TASK and size > prompts:
         yield f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}"
     nothing = "nothing would be evaluated"
     if trainer.eval_only and not config.evaluation.num_prompts:
         yield f"evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0: {nothing}"
     if trainer.eval_only and is_dataset and not task.eval_files:
         yield f"task.eval_files must name held-out prompts with trainer.eval_only=true, got []: {nothing}"
+    if trainer.eval_only and task.name == HARBOR_TASK and task.harbor.eval_path is None:
+        yield f"task.harbor.eval_path must name held-out tasks with trainer.eval_only=true, got null: {nothing}"
     if trainer.fully_async.sample_full_batch and generator.n_samples_per_prompt < 2:
         yield (
             "generator.n_samples_per_prompt must be >= 2 with trainer.fully_async.sample_full_batch=true, got 1: "
@@ -131,15 +133,22 @@ def generator_rules(config: Config) -> Iterator[str]:
     kind, is_agent = generator.kind.name, generator.kind is GeneratorKind.agent
     if generator.needs_endpoint and not config.serves_endpoint:
         yield f"server.enabled must be true or null with generator.kind={kind}, got false"
-    if is_agent and (generator.command is None) == (generator.entrypoint is None):
-        found = "neither" if generator.command is None else "both"
-        yield f"generator.command or generator.entrypoint must be set with generator=agent, one of them, got {found}"
+    harnesses = ("harness", "command", "entrypoint")
+    named = [f"generator.{key}" for key in harnesses if getattr(generator, key) is not None]
+    if is_agent and len(named) != 1:
+        expected = "one of generator.harness, generator.command and generator.entrypoint"
+        yield f"{expected} must be set with generator=agent, got {' and '.join(named) or 'none of them'}"
+    if task.name == HARBOR_TASK and (not is_agent or generator.harness is None):
+        found = kind if not is_agent else ", ".join(named)
+        yield f"generator.harness must name an agent with task=harbor (generator=agent generator.harness=terminus-2), got {found}"
+    if task.name == HARBOR_TASK and generator.reward is not None:
+        yield f"generator.reward must be null with task=harbor, whose tasks bring verifiers, got {generator.reward!r}"
     if is_agent and generator.rollout_timeout_s <= generator.agent_timeout_s:
         yield (
             f"generator.rollout_timeout_s must be > generator.agent_timeout_s ({generator.agent_timeout_s:g}), got "
             f"{generator.rollout_timeout_s:g}: it is of a whole group, waiting for generator.max_concurrent_agents included"
         )
-    for key in ("command", "reward", "working_dir", "max_concurrent_agents"):
+    for key in ("harness", "command", "reward", "working_dir", "max_concurrent_agents"):
         if not is_agent and (value := getattr(generator, key)) is not None:
             yield f"generator.{key} needs generator=agent, got {value!r} with {kind}"
     own = "generator.reward" if generator.reward is not None else "generator.entrypoint"

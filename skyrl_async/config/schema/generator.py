@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from skyrl_async.config.schema.fields import bounded, require
 
@@ -26,6 +27,26 @@ class SamplingConfig:
 
 
 @dataclass
+class HarborConfig:
+    environment: str = "local"
+    """What tasks are played in: local (a sandbox on this machine, without a network but the endpoint), or one of Harbor's by name: docker,
+    podman, apptainer, daytona, e2b, modal, runloop, ...
+    """
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its settings. Of local: root_dir (a root file system in place of the host's programs), memory_mb, disk_mb and max_processes, for
+    tasks that name none.
+    """
+    agent_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of Harbor's agent, such as {max_turns: 8, parser_name: xml} for terminus-2."""
+    max_environments: int | None = bounded(None, ge=1)
+    """Environments at once, those being set up included; null: as many as groups and samples ask for. With more than
+    generator.max_concurrent_agents, environments are set up while other samples' agents run.
+    """
+    python: str | None = None
+    """Python of an environment that Harbor is installed in; null: one is made at the first use, and kept."""
+
+
+@dataclass
 class GeneratorConfig:
     kind: GeneratorKind = GeneratorKind.gym
     """gym plays environments over generate(); gym_http over the endpoint with the openai client; agent runs any harness against the
@@ -35,6 +56,10 @@ class GeneratorConfig:
     """module:function. With kind=agent the harness, an async function called with an AgentTask; else what makes a generator of your own,
     called with (client, renderer, config).
     """
+    harness: str | None = None
+    """An agent by name, for kind=agent. With task=harbor: Harbor's agents, such as terminus-2."""
+    harbor: HarborConfig = field(default_factory=HarborConfig)
+    """How trials of task=harbor are played."""
     command: str | None = None
     """Command line of the harness, for kind=agent; gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the task in its environment."""
     reward: str | None = None

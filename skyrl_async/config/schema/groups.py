@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, Option]] = {
         relay="A multi-turn environment, made on the spot.",
         trail="Turns with a function tool, made on the spot; for generator=agent, which brings the tool.",
         dataset="Your own prompts: task.train_files and task.eval_files.",
+        harbor="Directories of Harbor tasks, played as trials: task.harbor.path; for generator=agent generator.harness=NAME.",
         reasoning_gym="A task of reasoning-gym: task.reasoning_gym.dataset.",
     ),
     "policy": {

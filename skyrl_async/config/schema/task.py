@@ -9,6 +9,15 @@ from skyrl_async.config.schema.fields import bounded, require
 BUILT_IN_TASKS = ("lagged_fibonacci", "relay", "trail")
 DATASET_TASK = "dataset"
 REASONING_GYM_TASK = "reasoning_gym"
+HARBOR_TASK = "harbor"
+
+
+@dataclass
+class HarborTaskConfig:
+    path: str | None = None
+    """Directory of Harbor tasks to train on (task.toml, instruction.md, environment/, tests/), at any depth."""
+    eval_path: str | None = None
+    """The same for held-out tasks; null evaluates nothing."""
 
 
 @dataclass
@@ -22,7 +31,9 @@ class ReasoningGymConfig:
 @dataclass
 class TaskConfig:
     name: str = "lagged_fibonacci"
-    """lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), or reasoning_gym (its tasks by name)."""
+    """lagged_fibonacci, relay or trail (built in, made on the spot), dataset (files of your own), harbor (directories of Harbor tasks), or
+    reasoning_gym (its tasks by name).
+    """
     train_files: list[str] = field(default_factory=list)
     """Training prompts, for name=dataset: jsonl or parquet files, a directory of them, a directory that Hugging Face datasets saved
     (save_to_disk), or DIR/train for DIR/train-*.parquet. Columns as in SkyRL: uid (optional), prompt, env_class, and extras such as
@@ -42,6 +53,8 @@ class TaskConfig:
     """
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     """Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."""
+    harbor: HarborTaskConfig = field(default_factory=HarborTaskConfig)
+    """Which tasks, for name=harbor."""
     num_train_prompts: int = bounded(2048, ge=1)
     """Training prompts made by a built-in task or by reasoning_gym."""
     num_eval_prompts: int = bounded(512, ge=0)
@@ -56,6 +69,9 @@ class TaskConfig:
         if self.name == REASONING_GYM_TASK:
             dataset = self.reasoning_gym.dataset
             require(bool(dataset), "task.reasoning_gym.dataset", "a name when task.name=reasoning_gym", dataset)
+        if self.name == HARBOR_TASK:
+            path = self.harbor.path
+            require(bool(path), "task.harbor.path", "a directory of Harbor tasks when task.name=harbor", path)
         num_files, weights = len(self.train_files), self.train_weights
         expected = f"empty or as long as task.train_files ({num_files})"
         require(not weights or len(weights) == num_files, "task.train_weights", expected, weights)

@@ -95,6 +95,9 @@ class CommandHarness:
                 )
         return AgentResult(output=_read_output(result_file))
 
+    async def close(self) -> None:
+        """Nothing outlives a task."""
+
     def _guard(self) -> None:
         """Start a guard. Its mark is not the run's directory: a slow guard must not end the agents of the resumed run."""
         if self._is_guarded:

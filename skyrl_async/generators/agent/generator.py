@@ -19,7 +19,7 @@ from shutil import rmtree
 from typing import Any
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import GenerationError, OutageError, SessionError
+from skyrl_async.errors import EnvironmentFailedError, GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
@@ -130,7 +130,8 @@ class AgentGenerator:
         return {name: float(count) for name, count in self._counts.items()}
 
     async def close(self) -> None:
-        """Close the connections, and wait until the working directories are deleted."""
+        """End the harness, close the connections, and wait until the working directories are deleted."""
+        await self.harness.close()
         await self.pool.close()
         await asyncio.to_thread(self._deleting.shutdown)
 
@@ -211,6 +212,8 @@ class AgentGenerator:
         try:
             async with self.deadlines.within(self.agent_timeout_s) as deadline:
                 return await self.harness.run(task)
+        except EnvironmentFailedError:
+            raise
         except Exception as error:  # a harness is the user's and may fail in any way: counted, not raised
             if deadline.expired():
                 message = f"it took longer than generator.agent_timeout_s={self.agent_timeout_s:g}"

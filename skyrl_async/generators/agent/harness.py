@@ -57,13 +57,18 @@ class AgentResult:
     """Reward, only from functions, which run in the trainer and are trusted; None: the reward source decides."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the episode."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """What the harness left to read: name -> text."""
 
 
 class Harness(Protocol):
-    """Runs a task; any exception is a failed sample."""
+    """Runs a task; any exception is a failed sample, and ``EnvironmentFailedError`` one that is not the agent's fault."""
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Run ``task`` to its end. Cancellation must release everything at once."""
+
+    async def close(self) -> None:
+        """End what outlives single tasks."""
 
 
 AgentFunction = Callable[[AgentTask], Awaitable[AgentResult | float | str | None]]
@@ -80,6 +85,9 @@ class FunctionHarness:
         """Raises the function's error, and ``GenerationError`` if it returns another type."""
         # On another loop than the trainer's, which many agents would delay. A cancellation is passed on.
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(task), _loop()))
+
+    async def close(self) -> None:
+        """Nothing outlives a task."""
 
     async def _call(self, task: AgentTask) -> AgentResult:
         found = self._function(task)

@@ -61,6 +61,7 @@ def make_agent_generator(
     urls: Sequence[str],
     controller_key: str,
     make_environment: EnvironmentFactory,
+    harness: Harness | None = None,
     deadlines: Deadlines | None = None,
     outage_timeout_s: float = 0.0,
     run_dir: Path | None = None,
@@ -72,6 +73,7 @@ def make_agent_generator(
         urls: roots of the endpoint's front ends, without ``/v1``.
         controller_key: of the endpoint.
         make_environment: called with a prompt's ``env_class`` and ``extras``.
+        harness: what runs a sample; None: that of ``settings``.
         deadlines: stand still in outages; None: no outages.
         outage_timeout_s: how long an unanswered request to the endpoint is sent again.
         run_dir: directory of the run, if there is one.
@@ -82,10 +84,9 @@ def make_agent_generator(
     """
     check_agent_settings(settings)
     deadlines = deadlines or Deadlines()
-    harness: Harness
-    if settings.command is not None:
+    if harness is None and settings.command is not None:
         harness = CommandHarness(settings.command, run_dir=run_dir)
-    else:
+    elif harness is None:
         harness = FunctionHarness(_harness_function(str(settings.entrypoint)))
     threads = CallThreads("reward")
     reward_source: RewardSource

@@ -147,7 +147,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ),
         (
             "task=relya",
-            "task must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'relya'; did you mean relay?",
+            "task must be one of lagged_fibonacci, relay, trail, dataset, harbor, reasoning_gym, got 'relya'; did you mean relay?",
         ),
         (
             "trainer.staleness_window_groups=8",

@@ -1,0 +1,1 @@
+"""Harbor's tasks as a dataset, and Harbor's trials as samples."""

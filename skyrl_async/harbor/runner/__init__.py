@@ -1,0 +1,1 @@
+"""What runs in Harbor's own Python environment; of other packages only Harbor may be imported here."""

@@ -1,0 +1,122 @@
+"""The part of a Dockerfile that can be done where no image can be had: files, settings, and commands without a network."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "SYNTAX")
+
+
+class CannotBuildError(Exception):
+    """An image needs what this machine has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A ``COPY``: files of the build context, and where they go."""
+
+    sources: tuple[Path, ...]
+    target: str
+    """Ends with a slash if it is a directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A ``RUN``."""
+
+    argv: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One action of a build, with the state that the lines before it left."""
+
+    action: Copy | Run | None
+    """None after the last line: the state of the finished image."""
+    workdir: str
+    env: dict[str, str] = field(default_factory=dict)
+    line: str = ""
+
+
+def steps(dockerfile: Path) -> Iterator[Step]:
+    """Yield the actions of the file's only stage, then the state of the image.
+
+    ``FROM`` is not looked at: the caller provides the root file system, whatever the image is called. ``USER`` is not either.
+
+    Raises:
+        CannotBuildError: a line needs another stage, an archive of the internet, or cannot be read; it is named.
+    """
+    workdir, env, arguments, num_stages = "/", {}, {}, 0  # type: str, dict[str, str], dict[str, str], int
+    shell = ["/bin/sh", "-c"]
+    for line in _lines(dockerfile.read_text(encoding="utf-8")):
+        word, _, rest = line.partition(" ")
+        rest, known = rest.strip(), {**arguments, **env}
+        match word.upper():
+            case "FROM":
+                num_stages += 1
+                if num_stages > 1:
+                    raise CannotBuildError(f"{line!r} begins a second stage")
+            case "WORKDIR":
+                workdir = str(Path(workdir, _filled(rest.strip("\"'"), known)))
+            case "ENV" | "ARG":
+                pairs = _pairs(rest, known)
+                (env if word.upper() == "ENV" else arguments).update(pairs)
+            case "SHELL":
+                shell = json.loads(rest)
+            case "COPY" | "ADD":
+                yield Step(
+                    action=_copy(line, _filled(rest, known), dockerfile.parent, workdir), workdir=workdir, line=line
+                )
+            case "RUN":
+                argv = tuple(json.loads(rest)) if rest.startswith("[") else (*shell, rest)
+                yield Step(action=Run(argv=argv), workdir=workdir, env={**known}, line=line)
+            case "USER" | "VOLUME":
+                pass
+            case ignored if ignored in _IGNORED:
+                pass
+            case _:
+                raise CannotBuildError(f"{line!r} cannot be read")
+    yield Step(action=None, workdir=workdir, env=dict(env))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Whole instructions: continued lines joined, comments left out."""
+    parts: list[str] = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#") or (not line.strip() and not parts):
+            continue
+        parts.append(line.rstrip().removesuffix("\\"))
+        if not line.rstrip().endswith("\\"):
+            yield " ".join(part.strip() for part in parts).strip()
+            parts = []
+    if parts:
+        yield " ".join(part.strip() for part in parts).strip()
+
+
+def _pairs(rest: str, known: dict[str, str]) -> dict[str, str]:
+    words = shlex.split(rest)
+    if words and "=" not in words[0]:  # the old form: ENV NAME value
+        return {words[0]: _filled(rest.partition(" ")[2].strip(), known)} if len(words) > 1 else {}
+    return {name: _filled(value, known) for name, _, value in (word.partition("=") for word in words)}
+
+
+def _filled(text: str, known: dict[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: known.get(found[1] or found[3], found[2] or ""), text)
+
+
+def _copy(line: str, rest: str, context: Path, workdir: str) -> Copy:
+    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    flags = [word for word in words if word.startswith("--")]
+    *sources, target = [word for word in words if not word.startswith("--")]
+    if any(flag.startswith("--from") for flag in flags) or any("://" in source for source in sources):
+        raise CannotBuildError(f"{line!r} needs another image or a network")
+    found = [path for source in sources for path in sorted(context.glob(source.lstrip("/").removeprefix("./") or "."))]
+    inside = [path for path in found if path.resolve().is_relative_to(context.resolve())]
+    if not inside:
+        raise CannotBuildError(f"{line!r} names files that are not in {context.name}/")
+    is_directory = target.endswith("/") or target in (".", "..") or len(inside) > 1 or inside[0].is_dir()
+    return Copy(sources=tuple(inside), target=str(Path(workdir, target)) + ("/" if is_directory else ""))

@@ -1,0 +1,401 @@
+"""A sandbox on this machine: namespaces with a root file system in memory, in which commands run (``sandbox_init`` lists what holds).
+
+    async with await Sandbox.start(base, Limits()) as sandbox:
+        done = await sandbox.run("echo hello > note && cat note")
+
+Nothing is left of a sandbox once it is closed, or once its owner has died in any way: processes, mounts and files end with process 1.
+"""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import os
+import socket
+import sys
+import tarfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from skyrl_async.harbor.runner import sandbox_init
+
+ENVIRONMENT = {
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "TERM": "xterm-256color",
+}
+"""Of every command; nothing of this process's environment."""
+TIMED_OUT = 124
+"""Exit status of a command that was killed at its deadline, as of ``timeout``."""
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 10.0
+_MAX_OUTPUT_BYTES = 4 << 20
+_MAX_COPY_BYTES = 256 << 20
+_GROUPS_DIR = Path("/sys/fs/cgroup")
+_GROUP_PREFIX = "skyrl-sandbox-"
+
+
+class SandboxError(Exception):
+    """A sandbox could not be made, or has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What all commands of a sandbox may use together."""
+
+    memory_mb: int = 2048
+    """MiB, the files' included; without cgroups, address space of each process."""
+    disk_mb: int = 1024
+    """MiB of files, which are in memory."""
+    max_processes: int = 256
+    """Processes and threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """How a command ended."""
+
+    status: int
+    """Exit status; negative: number of the signal; ``TIMED_OUT`` at the deadline."""
+    output: bytes
+    """Standard output, at most 4 MiB of it."""
+    error: bytes
+    """Standard error, at most 4 MiB of it."""
+
+
+class Sandbox:
+    """A running sandbox; use it on one event loop."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, groups: Sequence[Path]) -> None:
+        self._process = process
+        self._control = control
+        self._groups = groups
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._servers: list[asyncio.Server] = []
+        asyncio.get_running_loop().add_reader(control, self._read)
+
+    @classmethod
+    async def start(
+        cls,
+        base: Path,
+        limits: Limits,
+        *,
+        root_dir: Path | None = None,
+        read_only: Sequence[tuple[Path, str]] = (),
+        forwarded: Mapping[int, tuple[str, int]] | None = None,
+    ) -> Self:
+        """Make a sandbox.
+
+        Args:
+            base: an existing directory, absolute like all paths here, over which the sandbox alone sees its own file system.
+            limits: what it may use.
+            root_dir: root file system that it sees and changes a copy of; None: the host's programs.
+            read_only: directories of the host, and where they are seen.
+            forwarded: port on the sandbox's 127.0.0.1 to the host and port that connections are carried to.
+
+        Raises:
+            SandboxError: this machine cannot make one; the message says what failed.
+        """
+        forwarded = forwarded or {}
+        groups = _make_groups(limits)
+        settings = {
+            **asdict(limits),
+            "base": str(base),
+            "root_dir": None if root_dir is None else str(root_dir),
+            "cgroups": [str(group / "cgroup.procs") for group in groups],
+            "ports": list(forwarded),
+            "read_only": [(str(source), target) for source, target in read_only],
+        }
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(sandbox_init.__file__), str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env={},
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        try:
+            control.send(json.dumps(settings).encode())
+            control.setblocking(False)
+            listening = await _ready(control)
+            sandbox = cls(process, control, groups)
+        except BaseException:
+            control.close()
+            await _end(process, groups)
+            raise
+        for one, target in zip(listening, forwarded.values(), strict=True):
+            sandbox._servers.append(await asyncio.start_server(_carrier(*target), sock=one))
+        return sandbox
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all that runs inside, and wait until it is gone. Idempotent."""
+        for server in self._servers:
+            server.close()
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        self._lose("the sandbox was closed")
+        await _end(self._process, self._groups)
+
+    async def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        given: bytes = b"",
+        timeout_s: float | None = None,
+        max_output_bytes: int = _MAX_OUTPUT_BYTES,
+    ) -> Done:
+        """Run a command to its end; what it left in the background goes on.
+
+        Args:
+            command: for ``sh``, or a program with its arguments.
+            env: beside ``ENVIRONMENT``.
+            given: its standard input.
+            timeout_s: after which its process group is killed; None: no limit.
+            max_output_bytes: read of each of its outputs.
+
+        Raises:
+            SandboxError: the sandbox has ended, or the command is too long to be passed.
+        """
+        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        number = next(self._numbers)
+        request = {"id": number, "argv": argv, "cwd": cwd, "env": {**ENVIRONMENT, **(env or {})}}
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        with contextlib.ExitStack() as files:
+            stdin, output, error = (_memory_file(files) for _ in range(3))
+            os.write(stdin, given)
+            os.lseek(stdin, 0, os.SEEK_SET)
+            is_late = False
+            try:
+                self._send(request, [stdin, output, error])
+                async with asyncio.timeout(timeout_s) as deadline:
+                    found = await answer
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                is_late = True
+                self._send({"kill": number}, [])
+                found = {"status": TIMED_OUT}
+            except asyncio.CancelledError:
+                with contextlib.suppress(SandboxError):
+                    self._send({"kill": number}, [])
+                raise
+            finally:
+                self._waiting.pop(number, None)
+            if "error" in found:
+                raise SandboxError(f"a command could not be started: {found['error']}")
+            written, errors = (os.pread(fd, max_output_bytes, 0) for fd in (output, error))
+        if is_late:
+            errors += f"\nkilled after {timeout_s:g} s\n".encode()
+        return Done(status=found["status"], output=written, error=errors)
+
+    async def put(self, source: Path, target: str) -> None:
+        """Copy a file or a directory's content from the host to ``target``, as root's. Raises ``SandboxError``."""
+        packed, directory = _pack(source, target)
+        script = 'mkdir -p "$1" && exec tar -x --no-same-owner -C "$1"'
+        done = await self.run(["/bin/sh", "-c", script, "sh", directory], given=packed)
+        if done.status != 0:
+            raise SandboxError(f"{source} could not be copied to {target}: {_last_line(done.error)}")
+
+    async def get(self, source: str, target: Path) -> None:
+        """Copy a file, or a directory's content, from the sandbox to ``target``; links and devices in it are not trusted.
+
+        Raises ``SandboxError``, if there is none or it is larger than 256 MiB.
+        """
+        script = (
+            'if [ -d "$1" ]; then exec tar -c -C "$1" .; else exec tar -c -C "$(dirname "$1")" "$(basename "$1")"; fi'
+        )
+        done = await self.run(["/bin/sh", "-c", script, "sh", source], max_output_bytes=_MAX_COPY_BYTES)
+        if done.status != 0 or len(done.output) >= _MAX_COPY_BYTES:
+            words = _last_line(done.error) or f"more than {_MAX_COPY_BYTES >> 20} MiB"
+            raise SandboxError(f"{source} could not be copied out: {words}")
+        _unpack(done.output, Path(source).name, target)
+
+    def _send(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+        except OSError as error:
+            raise SandboxError(f"a command could not be passed to the sandbox: {error}") from error
+
+    def _read(self) -> None:
+        try:
+            message = self._control.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._lose("the sandbox has ended")
+            return
+        found = json.loads(message)
+        if (answer := self._waiting.get(found["id"])) is not None and not answer.done():
+            answer.set_result(found)
+
+    def _lose(self, why: str) -> None:
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(SandboxError(why))
+
+
+def can_limit() -> bool:
+    """Whether memory and processes are limited by cgroups, for all processes together."""
+    groups = _make_groups(Limits())
+    _remove_groups(groups)
+    return bool(groups)
+
+
+async def _ready(control: socket.socket) -> list[socket.socket]:
+    """Wait for the first message. Returns the listening sockets."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(control, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await readable
+    except TimeoutError as error:
+        raise SandboxError(f"the sandbox was not ready within {_START_TIMEOUT_S:g} s") from error
+    finally:
+        loop.remove_reader(control)
+    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 16)
+    found = json.loads(message or b'{"error": "its process died"}')
+    if "error" in found:
+        raise SandboxError(f"this machine cannot make a sandbox: {found['error']}")
+    listening = [socket.socket(fileno=fd) for fd in fds]
+    for one in listening:
+        one.setblocking(False)
+    return listening
+
+
+async def _end(process: asyncio.subprocess.Process, groups: Sequence[Path]) -> None:
+    try:
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await process.wait()
+    except (TimeoutError, asyncio.CancelledError):
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    _remove_groups(groups)
+
+
+def _pack(source: Path, target: str) -> tuple[bytes, str]:
+    """The archive that becomes ``target``, and the directory to unpack it in."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
+        archive.add(source, arcname="." if source.is_dir() else Path(target).name)
+    return packed.getvalue(), target if source.is_dir() else str(Path(target).parent)
+
+
+def _unpack(packed: bytes, name: str, target: Path) -> None:
+    """Unpack a file called ``name`` to ``target``, or a directory's content into it, without devices and links that lead out."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        members = [member for member in archive if not member.isdev()]
+        if [member.name for member in members] == [name] and members[0].isfile():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = archive.extractfile(members[0])
+            target.write_bytes(content.read() if content else b"")
+            return
+        target.mkdir(parents=True, exist_ok=True)
+        for member in members:
+            with contextlib.suppress(tarfile.FilterError):
+                archive.extract(member, target, filter="data")
+
+
+def _carrier(host: str, port: int) -> Any:
+    """A handler of connections that carries them to ``host:port``."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there_reader, there_writer = await asyncio.open_connection(host, port)
+        except OSError:
+            writer.close()
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_pump(reader, there_writer), name="to the endpoint")
+            group.create_task(_pump(there_reader, writer), name="from the endpoint")
+
+    return carry
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        async for chunk in _chunks(reader):
+            writer.write(chunk)
+            await writer.drain()
+    with contextlib.suppress(ConnectionError, OSError):
+        if writer.can_write_eof():
+            writer.write_eof()
+    if reader.at_eof() and writer.transport.is_closing():
+        writer.close()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while chunk := await reader.read(1 << 16):
+        yield chunk
+
+
+def _make_groups(limits: Limits) -> tuple[Path, ...]:
+    """New cgroups with the limits, of version 2 or 1; none where this process may make none."""
+    name = f"{_GROUP_PREFIX}{uuid.uuid4().hex[:12]}"
+    if (_GROUPS_DIR / "cgroup.controllers").exists():
+        wanted = {"": {"memory.max": limits.memory_mb << 20, "memory.swap.max": 0, "pids.max": limits.max_processes}}
+    else:
+        wanted = {
+            "memory": {"memory.limit_in_bytes": limits.memory_mb << 20},
+            "pids": {"pids.max": limits.max_processes},
+        }
+    made: list[Path] = []
+    try:
+        for controller, values in wanted.items():
+            _sweep(_GROUPS_DIR / controller)
+            group = _GROUPS_DIR / controller / name
+            group.mkdir()
+            made.append(group)
+            for file, value in values.items():
+                (group / file).write_text(str(value))
+    except OSError:
+        _remove_groups(made)
+        return ()
+    return tuple(made)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove cgroups without processes, which a killed owner has left."""
+    for group in parent.glob(f"{_GROUP_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if not (group / "cgroup.procs").read_text() and group.stat().st_mtime < time.time() - _START_TIMEOUT_S:
+                group.rmdir()
+
+
+def _remove_groups(groups: Sequence[Path]) -> None:
+    for group in groups:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def _memory_file(files: contextlib.ExitStack) -> int:
+    fd = os.memfd_create("sandbox")
+    files.callback(os.close, fd)
+    return fd
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.decode(errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else ""
