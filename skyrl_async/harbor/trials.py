@@ -8,45 +8,20 @@ and is started again if it dies. Does not know how Harbor plays.
 """
 
 import asyncio
-import contextlib
-import itertools
-import json
-import logging
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-import skyrl_async
 from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
 from skyrl_async.errors import EnvironmentFailedError, GenerationError
-from skyrl_async.generators.agent.command import passed_environment
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
+from skyrl_async.harbor.process import TrialProcess
 from skyrl_async.harbor.tasks import TASK_COLUMN
-
-logger = logging.getLogger(__name__)
 
 OTHER_STAGES_S = 3600.0
 """Longest time beside the agent's. Harbor keeps its own limits of set-up (task.toml) and verifier; this one is for a runner that hangs."""
-_START_TIMEOUT_S = 120.0
-_END_TIMEOUT_S = 30.0
-_MAX_LINE_BYTES = 16 << 20
-_TAIL_BYTES = 2000
 _OF_ENVIRONMENT = ("environment_setup", "agent_setup")
-_VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0"}
-"""Of the runner: or it asks the internet for prices, and tells of its use."""
-_BOOT = """
-import importlib.util, runpy, sys
-place = sys.argv.pop(1)
-spec = importlib.util.spec_from_file_location("skyrl_async", place + "/__init__.py", submodule_search_locations=[place])
-sys.modules["skyrl_async"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-runpy.run_module("skyrl_async.harbor.runner.serve", run_name="__main__", alter_sys=True)
-"""
-"""Lets Harbor's Python import this package, and nothing else of this process's environment."""
 
 
 class HarborTrials:
@@ -77,7 +52,7 @@ class HarborTrials:
         self._agent_timeout_s = agent_timeout_s
         self._max_agents = max_agents
         self._marks = {} if run_dir is None else {"SKYRL_RUN_DIR": str(run_dir.absolute())}
-        self._runner: _Runner | None = None
+        self._runner: TrialProcess | None = None
         self._starting = asyncio.Lock()
 
     async def run(self, task: AgentTask) -> AgentResult:
@@ -106,10 +81,10 @@ class HarborTrials:
             if self._runner is not None:
                 await self._runner.close()
 
-    async def _started(self) -> "_Runner":
+    async def _started(self) -> TrialProcess:
         async with self._starting:
             if self._runner is None or self._runner.has_ended:
-                self._runner = await _Runner.start(self._python, self._max_agents, self._marks)
+                self._runner = await TrialProcess.start(self._python, self._max_agents, self._marks)
             return self._runner
 
     def _trial(self, task: AgentTask) -> dict[str, Any]:
@@ -166,102 +141,3 @@ def _endpoint_variables(task: AgentTask) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": task.api_key,
     }
-
-
-class _Runner:
-    """The process that plays trials, and the tasks that wait for them."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
-        self._process = process
-        self._log = log
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.has_ended = False
-        self._reading = asyncio.create_task(self._read(), name="harbor-runner")
-
-    @classmethod
-    async def start(cls, python: Path, max_agents: int | None, marks: Mapping[str, str]) -> "_Runner":
-        """Start the process, and wait until it is ready. Raises ``GenerationError`` with what it wrote."""
-        place = str(Path(str(skyrl_async.__file__)).parent)
-        environment = {**passed_environment(), **marks, **_VARIABLES}
-        environment.pop("PYTHONPATH", None)
-        with contextlib.ExitStack() as files:
-            log = files.enter_context(tempfile.TemporaryFile())
-            process = await cls._spawn([str(python), "-c", _BOOT, place, str(max_agents or 0)], environment, log)
-            files.pop_all()
-            return cls(process, log)
-
-    @staticmethod
-    async def _spawn(argv: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> asyncio.subprocess.Process:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                limit=_MAX_LINE_BYTES,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise GenerationError(f"Harbor's Python could not be started: {error}") from error
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                line = await process.stdout.readline()
-        except BaseException:
-            process.kill()
-            raise
-        if not line:
-            raise GenerationError(f"Harbor could not be loaded by {argv[0]}: {_tail(log)}")
-        logger.info("harbor %s plays trials", json.loads(line)["version"])
-        return process
-
-    async def play(self, trial: Mapping[str, Any]) -> dict[str, Any]:
-        """Return how the trial ended. A cancellation cancels it. Raises ``EnvironmentFailedError`` if the process dies."""
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send({"id": number, "trial": trial})
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._send({"cancel": number})
-            raise
-        finally:
-            self._waiting.pop(number, None)
-
-    async def close(self) -> None:
-        """Let the process end its trials; kill it if it takes too long."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        await self._reading
-
-    def _send(self, line: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: the reader tells those who wait
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
-
-    async def _read(self) -> None:
-        """Hand out answers until the process's output ends, then fail those who still wait."""
-        assert self._process.stdout is not None
-        with self._log:
-            async for line in self._process.stdout:
-                found = json.loads(line)
-                if (answer := self._waiting.get(found["id"])) is not None and not answer.done():
-                    answer.set_result(found)
-            self.has_ended = True
-            words = _tail(self._log)
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(EnvironmentFailedError(f"Harbor's process ended: {words}"))
-
-
-def _tail(log: IO[bytes]) -> str:
-    size = os.fstat(log.fileno()).st_size
-    return os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()

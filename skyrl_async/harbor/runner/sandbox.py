@@ -15,10 +15,9 @@ import os
 import socket
 import sys
 import tarfile
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,8 +36,6 @@ _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
 _MAX_OUTPUT_BYTES = 4 << 20
 _MAX_COPY_BYTES = 256 << 20
-_GROUPS_DIR = Path("/sys/fs/cgroup")
-_GROUP_PREFIX = "skyrl-sandbox-"
 
 
 class SandboxError(Exception):
@@ -72,13 +69,13 @@ class Done:
 class Sandbox:
     """A running sandbox; use it on one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, groups: Sequence[Path]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
-        self._groups = groups
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._servers: list[asyncio.Server] = []
+        self._carrying: set[asyncio.Task[Any]] = set()
         asyncio.get_running_loop().add_reader(control, self._read)
 
     @classmethod
@@ -104,12 +101,10 @@ class Sandbox:
             SandboxError: this machine cannot make one; the message says what failed.
         """
         forwarded = forwarded or {}
-        groups = _make_groups(limits)
         settings = {
             **asdict(limits),
             "base": str(base),
             "root_dir": None if root_dir is None else str(root_dir),
-            "cgroups": [str(group / "cgroup.procs") for group in groups],
             "ports": list(forwarded),
             "read_only": [(str(source), target) for source, target in read_only],
         }
@@ -128,13 +123,13 @@ class Sandbox:
             control.send(json.dumps(settings).encode())
             control.setblocking(False)
             listening = await _ready(control)
-            sandbox = cls(process, control, groups)
+            sandbox = cls(process, control)
         except BaseException:
             control.close()
-            await _end(process, groups)
+            await _end(process)
             raise
         for one, target in zip(listening, forwarded.values(), strict=True):
-            sandbox._servers.append(await asyncio.start_server(_carrier(*target), sock=one))
+            sandbox._servers.append(await asyncio.start_server(partial(sandbox._carry, *target), sock=one))
         return sandbox
 
     async def __aenter__(self) -> Self:
@@ -147,10 +142,12 @@ class Sandbox:
         """End all that runs inside, and wait until it is gone. Idempotent."""
         for server in self._servers:
             server.close()
+        for carrying in self._carrying:
+            carrying.cancel()
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         self._lose("the sandbox was closed")
-        await _end(self._process, self._groups)
+        await _end(self._process)
 
     async def run(
         self,
@@ -228,6 +225,20 @@ class Sandbox:
             raise SandboxError(f"{source} could not be copied out: {words}")
         _unpack(done.output, Path(source).name, target)
 
+    async def _carry(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry a connection from inside to ``host:port``."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            there_reader, there_writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(there_writer):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(_pump(reader, there_writer), name="to the endpoint")
+                    group.create_task(_pump(there_reader, writer), name="from the endpoint")
+        writer.close()
+        self._carrying.discard(task)
+
     def _send(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], fds)
@@ -255,13 +266,6 @@ class Sandbox:
                 answer.set_exception(SandboxError(why))
 
 
-def can_limit() -> bool:
-    """Whether memory and processes are limited by cgroups, for all processes together."""
-    groups = _make_groups(Limits())
-    _remove_groups(groups)
-    return bool(groups)
-
-
 async def _ready(control: socket.socket) -> list[socket.socket]:
     """Wait for the first message. Returns the listening sockets."""
     loop = asyncio.get_running_loop()
@@ -284,7 +288,7 @@ async def _ready(control: socket.socket) -> list[socket.socket]:
     return listening
 
 
-async def _end(process: asyncio.subprocess.Process, groups: Sequence[Path]) -> None:
+async def _end(process: asyncio.subprocess.Process) -> None:
     try:
         async with asyncio.timeout(_END_TIMEOUT_S):
             await process.wait()
@@ -292,7 +296,6 @@ async def _end(process: asyncio.subprocess.Process, groups: Sequence[Path]) -> N
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    _remove_groups(groups)
 
 
 def _pack(source: Path, target: str) -> tuple[bytes, str]:
@@ -318,76 +321,12 @@ def _unpack(packed: bytes, name: str, target: Path) -> None:
                 archive.extract(member, target, filter="data")
 
 
-def _carrier(host: str, port: int) -> Any:
-    """A handler of connections that carries them to ``host:port``."""
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there_reader, there_writer = await asyncio.open_connection(host, port)
-        except OSError:
-            writer.close()
-            return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_pump(reader, there_writer), name="to the endpoint")
-            group.create_task(_pump(there_reader, writer), name="from the endpoint")
-
-    return carry
-
-
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(ConnectionError):
-        async for chunk in _chunks(reader):
+        while chunk := await reader.read(1 << 16):
             writer.write(chunk)
             await writer.drain()
-    with contextlib.suppress(ConnectionError, OSError):
-        if writer.can_write_eof():
-            writer.write_eof()
-    if reader.at_eof() and writer.transport.is_closing():
-        writer.close()
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while chunk := await reader.read(1 << 16):
-        yield chunk
-
-
-def _make_groups(limits: Limits) -> tuple[Path, ...]:
-    """New cgroups with the limits, of version 2 or 1; none where this process may make none."""
-    name = f"{_GROUP_PREFIX}{uuid.uuid4().hex[:12]}"
-    if (_GROUPS_DIR / "cgroup.controllers").exists():
-        wanted = {"": {"memory.max": limits.memory_mb << 20, "memory.swap.max": 0, "pids.max": limits.max_processes}}
-    else:
-        wanted = {
-            "memory": {"memory.limit_in_bytes": limits.memory_mb << 20},
-            "pids": {"pids.max": limits.max_processes},
-        }
-    made: list[Path] = []
-    try:
-        for controller, values in wanted.items():
-            _sweep(_GROUPS_DIR / controller)
-            group = _GROUPS_DIR / controller / name
-            group.mkdir()
-            made.append(group)
-            for file, value in values.items():
-                (group / file).write_text(str(value))
-    except OSError:
-        _remove_groups(made)
-        return ()
-    return tuple(made)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove cgroups without processes, which a killed owner has left."""
-    for group in parent.glob(f"{_GROUP_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if not (group / "cgroup.procs").read_text() and group.stat().st_mtime < time.time() - _START_TIMEOUT_S:
-                group.rmdir()
-
-
-def _remove_groups(groups: Sequence[Path]) -> None:
-    for group in groups:
-        with contextlib.suppress(OSError):
-            group.rmdir()
+        writer.write_eof()
 
 
 def _memory_file(files: contextlib.ExitStack) -> int:

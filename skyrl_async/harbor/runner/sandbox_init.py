@@ -3,7 +3,7 @@
 ``sandbox`` starts this file by its path, as a script, with a socket. Standard library only. What holds inside, in
 the order in which it is set up:
 
-- cgroups with limits of memory and processes, where the caller made any;
+- cgroups with limits of memory and processes, or limits of each process where this user may make no cgroups;
 - user, mount, process, network, IPC, host-name and cgroup namespaces: no other process is seen or signalled, and no network exists but
   the loopback interface, with sockets that the caller listens on;
 - a root in a tmpfs of limited size: the host's ``/usr`` and a few directories of ``/etc`` (or another root file system) as the lower layer
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _MAX_REQUEST_BYTES = 1 << 20
+_GROUPS_DIR = "/sys/fs/cgroup"
 
 _CLONE_NEW = {
     "mnt": 0x00020000,
@@ -87,8 +88,7 @@ def main(control: socket.socket) -> NoReturn:
 
     - ``base``: a directory to mount at;
     - ``root_dir``: a root file system, or null for the host's;
-    - ``disk_mb``, ``memory_mb``, ``max_processes``: the latter two are set as limits of each process where ``cgroups`` is empty;
-    - ``cgroups``: files that take this process's id;
+    - ``disk_mb``, ``memory_mb``, ``max_processes``;
     - ``ports`` to listen on;
     - ``read_only``: pairs of a directory of the host and where it is mounted.
 
@@ -96,30 +96,87 @@ def main(control: socket.socket) -> NoReturn:
     "cwd", "env"}`` with three file descriptors, and ``{"kill": id}``; each command is answered with ``{"id", "status"}`` or
     ``{"id", "error"}``.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     settings = json.loads(control.recv(_MAX_REQUEST_BYTES))
+    groups = _make_groups(settings)
     try:
-        for file in settings["cgroups"]:
-            Path(file).write_text(str(os.getpid()))
         _enter_namespaces()
-        if (child := os.fork()) != 0:
-            control.close()
-            _, status = os.waitpid(child, 0)
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        gate, opening = os.pipe()
+        child = os.fork()
+    except OSError as error:
+        _remove_groups(groups)
+        _fail(control, error)
+    if child != 0:
+        control.close()
+        _wait_for(child, opening, groups)
+    try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.close(opening)
+        os.read(gate, 1)  # until this process is in its cgroups
         _make_root(settings)
         _raise_loopback()
         listening = [_listen(port) for port in settings["ports"]]
-        _limit(settings)
+        _limit(settings, has_groups=bool(groups))
         _drop_capabilities()
     except OSError as error:
-        control.send(json.dumps({"error": str(error)}).encode())
-        os._exit(1)
+        _fail(control, error)
+    for *_, fd in groups:
+        os.close(fd)
     socket.send_fds(control, [b'{"ready": true}'], [one.fileno() for one in listening])
     for one in listening:
         one.close()
     _serve(control)
     os._exit(0)
+
+
+def _fail(control: socket.socket, error: OSError) -> NoReturn:
+    control.send(json.dumps({"error": str(error)}).encode())
+    os._exit(1)
+
+
+def _make_groups(settings: dict[str, Any]) -> list[tuple[int, str, int]]:
+    """New cgroups with the limits, of version 2 or 1; none where this process may make none.
+
+    Each is its parent directory, its name, and the file that takes a process.
+    """
+    memory_bytes, processes = settings["memory_mb"] << 20, settings["max_processes"]
+    if Path(_GROUPS_DIR, "cgroup.controllers").exists():
+        wanted = {"": {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": processes}}
+    else:
+        wanted = {"memory": {"memory.limit_in_bytes": memory_bytes}, "pids": {"pids.max": processes}}
+    name = f"skyrl-sandbox-{os.getpid()}"
+    groups: list[tuple[int, str, int]] = []
+    try:
+        for controller, values in wanted.items():
+            parent = os.open(Path(_GROUPS_DIR, controller), os.O_PATH | os.O_DIRECTORY)
+            os.mkdir(name, dir_fd=parent)
+            groups.append((parent, name, -1))
+            for file, value in values.items():
+                Path(_GROUPS_DIR, controller, name, file).write_text(str(value))
+            groups[-1] = (parent, name, os.open(f"{name}/cgroup.procs", os.O_WRONLY, dir_fd=parent))
+    except OSError:
+        _remove_groups(groups)
+        return []
+    return groups
+
+
+def _remove_groups(groups: list[tuple[int, str, int]]) -> None:
+    for parent, name, _ in groups:
+        with contextlib.suppress(OSError):
+            os.rmdir(name, dir_fd=parent)
+
+
+def _wait_for(child: int, opening: int, groups: list[tuple[int, str, int]]) -> NoReturn:
+    """Put process 1 into its cgroups, wait until it and all that ran inside has ended, and remove the cgroups.
+
+    This process dies of nothing else: process 1 ends when its socket is closed.
+    """
+    for *_, procs in groups:
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(procs, str(child).encode())
+    os.close(opening)
+    _, status = os.waitpid(child, 0)
+    _remove_groups(groups)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def _enter_namespaces() -> None:
@@ -228,11 +285,11 @@ def _listen(port: int) -> socket.socket:
     return listening
 
 
-def _limit(settings: dict[str, Any]) -> None:
+def _limit(settings: dict[str, Any], *, has_groups: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     file_bytes = settings["disk_mb"] << 20
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))  # of an output, which is no file of the tmpfs
-    if not settings["cgroups"]:
+    if not has_groups:
         memory_bytes, processes = settings["memory_mb"] << 20, settings["max_processes"]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))

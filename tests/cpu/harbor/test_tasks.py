@@ -1,0 +1,85 @@
+"""Harbor's task directories as prompts, and Dockerfiles that are followed without an image."""
+
+from pathlib import Path
+
+import pytest
+
+from examples.harbor.make import tasks, write
+from skyrl_async.errors import DatasetError
+from skyrl_async.harbor.runner.dockerfile import CannotBuildError, Copy, Run, Step, steps
+from skyrl_async.harbor.tasks import TASK_COLUMN, load_tasks
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for task in list(tasks())[:3]:
+        write(task, tmp_path / "tasks")
+    return tmp_path / "tasks"
+
+
+def test_each_directory_of_a_task_is_a_prompt_with_its_instruction(directory: Path) -> None:
+    prompts = load_tasks(directory, "task.harbor.path")
+    assert [prompt.uid for prompt in prompts] == ["visitors-0", "visitors-1", "visitors-2"]
+    (message,) = prompts[0].messages
+    assert message["role"] == "user" and message["content"].startswith("The file /work/access.log")
+    assert Path(prompts[0].extras[TASK_COLUMN]) == directory / "visitors-0"
+    (alone,) = load_tasks(directory / "visitors-1", "task.harbor.path")
+    assert alone.uid == "visitors-1"
+
+
+def test_all_tasks_that_cannot_be_used_are_named_at_once(directory: Path) -> None:
+    (directory / "visitors-0/tests/test.sh").unlink()
+    (directory / "visitors-1/instruction.md").write_text(" \n")
+    (directory / "visitors-2/task.toml").write_text("[agent\n")
+    with pytest.raises(DatasetError) as raised:
+        load_tasks(directory, "task.harbor.path")
+    said = str(raised.value)
+    assert "3 of 3 Harbor tasks of task.harbor.path" in said
+    assert "visitors-0: it has no verifier: tests/test.sh" in said
+    assert "visitors-1: instruction.md is empty" in said
+    assert "visitors-2: " in said
+
+
+@pytest.mark.parametrize(("name", "expected"), [("nowhere", "which is none"), ("", "no task.toml is below")])
+def test_a_directory_without_tasks_is_refused(tmp_path: Path, name: str, expected: str) -> None:
+    with pytest.raises(DatasetError, match=rf"task.harbor.eval_path .*{expected}"):
+        load_tasks(tmp_path / name, "task.harbor.eval_path")
+
+
+def followed(context: Path, text: str) -> list[Step]:
+    (context / "Dockerfile").write_text(text)
+    return list(steps(context / "Dockerfile"))
+
+
+def test_a_dockerfile_is_followed_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.py").touch()
+    (tmp_path / "note.txt").touch()
+    copied, ran, copied_into, last = followed(
+        tmp_path,
+        "# a comment\nFROM debian:12 AS base\nARG WHO=me\nENV GREETING=hello NAME=${WHO}\nWORKDIR /app\n"
+        'COPY src src/\nRUN echo $GREETING && \\\n    # another\n    touch done\nCOPY ["note.txt", "/etc/"]\n'
+        'USER agent\nCMD ["bash"]\n',
+    )
+    assert copied.action == Copy(sources=(tmp_path / "src",), target="/app/src/")
+    assert ran.action == Run(argv=("/bin/sh", "-c", "echo $GREETING && touch done"))
+    assert ran.workdir == "/app" and ran.env == {"GREETING": "hello", "NAME": "me", "WHO": "me"}
+    assert copied_into.action == Copy(sources=(tmp_path / "note.txt",), target="/etc/")
+    assert last.action is None and last.env == {"GREETING": "hello", "NAME": "me"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("FROM alpine", "begins a second stage"),
+        ("COPY --from=build /a /b", "needs another image"),
+        ("ADD https://example.org/x /x", "needs another image or a network"),
+        ("COPY missing /x", "names files that are not in"),
+        ("COPY ../../etc/passwd /x", "names files that are not in"),
+        ("FETCH it", "cannot be read"),
+    ],
+)
+def test_a_line_that_needs_an_image_or_a_network_is_named(tmp_path: Path, line: str, expected: str) -> None:
+    with pytest.raises(CannotBuildError, match=expected) as raised:
+        followed(tmp_path, f"FROM debian:12\n{line}\n")
+    assert line in str(raised.value)
