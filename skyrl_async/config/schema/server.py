@@ -64,9 +64,9 @@ class ServerConfig:
     agent/side_requests and agent/side_tokens count it.
     """
     session_idle_timeout_s: float = bounded(600.0, gt=0)
-    """A session without a request for so long has expired."""
+    """A session without a request for so long has expired. Not of generator=agent, whose sessions last as long as their agents."""
     session_lifetime_s: float = bounded(7200.0, gt=0)
-    """A session older than this has expired."""
+    """A session older than this has expired. Not of generator=agent either."""
     session_max_turns: int = bounded(1000, ge=1)
     """Turns sampled in one session; the next is refused with 401."""
     session_max_tokens: int = bounded(1_000_000, ge=1)

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
+_SESSION_MARGIN_S = 7200.0
+"""Of rewards, and of outages, in which an agent's time stands still. A session lasts as long as its agent may run: environments and tools
+take minutes in which nothing is asked. Only a session that its generator has forgotten expires.
+"""
 _UNSAMPLED = Trajectory(
     prompt_token_ids=(),
     response_token_ids=(),
@@ -148,7 +152,10 @@ class AgentGenerator:
             with self._workspace(label) as working_dir:
                 try:
                     async with self.pool.session(
-                        sampling=request.sampling, priority=request.priority, label=label
+                        sampling=request.sampling,
+                        priority=request.priority,
+                        label=label,
+                        lifetime_s=self.agent_timeout_s + _SESSION_MARGIN_S,
                     ) as session:
                         sample = await self._run_in(session, request, index, working_dir)
                 except SessionError as error:

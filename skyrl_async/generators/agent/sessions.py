@@ -85,7 +85,12 @@ class SessionPool:
 
     @asynccontextmanager
     async def session(
-        self, *, sampling: SamplingParams | None = None, priority: int = 0, label: str | None = None
+        self,
+        *,
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
+        label: str | None = None,
+        lifetime_s: float | None = None,
     ) -> AsyncIterator["AgentSession"]:
         """A session that exists during the block.
 
@@ -96,12 +101,14 @@ class SessionPool:
             sampling: the trainer's parameters; they replace the harness's.
             priority: of its requests; smaller is served first.
             label: name in the endpoint's log.
+            lifetime_s: it expires then, and not for being idle; None: as the endpoint is configured.
 
         Raises:
             GenerationError: the endpoint fails or refuses, or (``OutageError``) cannot be reached. The session's methods raise the same,
                 and ``SessionError`` if the session is gone or closed.
         """
-        session = await self._create(sampling, priority, label)
+        limits = None if lifetime_s is None else {"idle_timeout_s": lifetime_s, "lifetime_s": lifetime_s}
+        session = await self._create(sampling, {"priority": priority, "label": label, "limits": limits})
         is_hurried = False
         try:
             yield session
@@ -111,9 +118,9 @@ class SessionPool:
         finally:
             await session._release(is_hurried=is_hurried)
 
-    async def _create(self, sampling: SamplingParams | None, priority: int, label: str | None) -> "AgentSession":
+    async def _create(self, sampling: SamplingParams | None, others: Mapping[str, Any]) -> "AgentSession":
         asked = None if sampling is None else {name: getattr(sampling, name) for name in _SAMPLING}
-        body = {"priority": priority, "label": label, "sampling": asked}
+        body = {**others, "sampling": asked}
         first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
