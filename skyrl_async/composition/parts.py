@@ -71,7 +71,7 @@ def make_generator(
         assert endpoint is not None
         harness = None
         if config.task.name == HARBOR_TASK:
-            harness, generator = harbor_harness(generator, run_dir)
+            harness, generator = harbor_harness(generator, Path(config.cache_dir), run_dir)
         made = make_agent_generator(
             generator,
             urls=endpoint.urls,

@@ -30,7 +30,8 @@ from skyrl_async.composition.publishing import check_shared_memory, make_publish
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.task import BUILT_IN_TASKS
+from skyrl_async.config.schema.task import BUILT_IN_TASKS, HARBOR_TASK
+from skyrl_async.harbor.trials import check_harbor
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
@@ -122,6 +123,8 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     has_lone_samples = generator.apply_overlong_filtering or generator.n_samples_per_prompt == 1
     check_algorithm(config.trainer.algorithm, has_lone_samples=has_lone_samples)
     prompts = prepare_prompts(config)
+    if config.task.name == HARBOR_TASK:
+        check_harbor(generator, Path(config.cache_dir), say)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
     check_logprobs(config, initial)

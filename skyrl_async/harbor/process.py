@@ -1,4 +1,4 @@
-"""The process that plays Harbor's trials, in a Python environment of its own: started here, asked by lines of JSON.
+"""The process that plays Harbor's trials, in a Python environment of its own: installed and started here, asked by lines of JSON.
 
 Flows in: descriptions of trials. Flows out: how each ended. ``runner/serve.py`` is the other side. Does not know sessions or rewards.
 """
@@ -9,14 +9,20 @@ import itertools
 import json
 import logging
 import os
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
 import skyrl_async
-from skyrl_async.errors import EnvironmentFailedError, GenerationError
+from skyrl_async.errors import ConfigError, EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.command import passed_environment
+from skyrl_async.harnesses.install import PythonPackages, Say, environment_of
+
+PACKAGES = PythonPackages(requirements=("harbor==0.26.0",), minor=12)
+"""Harbor as it was tried."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,12 @@ _MAX_LINE_BYTES = 16 << 20
 _TAIL_BYTES = 2000
 _VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0"}
 """Of the runner: or it asks the internet for prices, and tells of its use."""
+_NAMES = """
+import json
+from harbor.models.agent.name import AgentName
+from harbor.models.environment_type import EnvironmentType
+print(json.dumps([sorted(AgentName.values()), sorted(kind.value for kind in EnvironmentType)]))
+"""
 _BOOT = """
 import importlib.util, runpy, sys
 place = sys.argv.pop(1)
@@ -35,6 +47,37 @@ spec.loader.exec_module(module)
 runpy.run_module("skyrl_async.harbor.runner.serve", run_name="__main__", alter_sys=True)
 """
 """Lets Harbor's Python import this package, and nothing else of this process's environment."""
+
+
+def harbor_python(given: str | None, *, cache_dir: Path, say: Say) -> Path:
+    """Return the Python that plays trials: the given one, or that of an environment that is made where it is missing.
+
+    Raises ``ConfigError``.
+    """
+    if given is not None:
+        return Path(given).expanduser().absolute()
+    return environment_of("harbor", PACKAGES, cache_dir=cache_dir, say=say) / "python"
+
+
+def check_names(python: Path, agent: str, environment: str) -> None:
+    """Raise ``ConfigError`` unless Harbor knows the agent and the environment, or cannot be asked."""
+    try:
+        asked = subprocess.run([str(python), "-c", _NAMES], capture_output=True, text=True, timeout=_START_TIMEOUT_S)
+    except OSError as error:
+        raise ConfigError(f"generator.harbor.python must be a Python with Harbor, got {python}: {error}") from error
+    if asked.returncode != 0:
+        last = asked.stderr.strip().splitlines()[-1:]
+        raise ConfigError(f"generator.harbor.python must be a Python with Harbor, got {python}: {''.join(last)}")
+    agents, environments = json.loads(asked.stdout)
+    kinds = (
+        ("generator.harness", agent, agents),
+        ("generator.harbor.environment", environment, ["local", *environments]),
+    )
+    for key, name, known in kinds:
+        if name not in known and ":" not in name:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key} must be one of {', '.join(known)} with task=harbor, got {name!r}{hint}")
 
 
 class TrialProcess:

@@ -8,6 +8,7 @@ and is started again if it dies. Does not know how Harbor plays.
 """
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from urllib.parse import urlsplit
 from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
 from skyrl_async.errors import EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
-from skyrl_async.harbor.process import TrialProcess
+from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
+from skyrl_async.harnesses.install import Say
+
+logger = logging.getLogger(__name__)
 
 OTHER_STAGES_S = 3600.0
 """Longest time beside the agent's. Harbor keeps its own limits of set-up (task.toml) and verifier; this one is for a runner that hangs."""
@@ -112,14 +116,22 @@ class HarborTrials:
         }
 
 
-def harbor_harness(settings: GeneratorConfig, run_dir: Path | None) -> tuple[HarborTrials, GeneratorConfig]:
+def check_harbor(settings: GeneratorConfig, cache_dir: Path, say: Say) -> None:
+    """Install Harbor where it is missing. Raises ``ConfigError`` for an agent or an environment that it does not know."""
+    python = harbor_python(settings.harbor.python, cache_dir=cache_dir, say=say)
+    check_names(python, str(settings.harness), settings.harbor.environment)
+
+
+def harbor_harness(
+    settings: GeneratorConfig, cache_dir: Path, run_dir: Path | None
+) -> tuple[HarborTrials, GeneratorConfig]:
     """Return the harness, and the settings of the generator that runs it: its limits are of whole trials, the runner's of agents."""
     harbor, agent = settings.harbor, settings.harness
     assert agent is not None
     trials = HarborTrials(
         harbor,
         agent,
-        Path(str(harbor.python)),
+        harbor_python(harbor.python, cache_dir=cache_dir, say=logger.info),
         agent_timeout_s=settings.agent_timeout_s,
         max_agents=settings.max_concurrent_agents,
         run_dir=run_dir,

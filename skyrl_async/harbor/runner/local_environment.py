@@ -15,6 +15,8 @@ from skyrl_async.harbor.runner.dockerfile import CannotBuildError, Copy, Run, st
 from skyrl_async.harbor.runner.sandbox import TIMED_OUT, Limits, Sandbox, SandboxError
 
 _BUILD_COMMAND_TIMEOUT_S = 120.0
+_RESERVED = ("/logs", "/tests")
+"""Of the verifier: an agent that fills its disk is judged all the same."""
 _unbuildable: dict[Path, str] = {}
 """Dockerfiles that could not be followed, and why: they are not tried again."""
 
@@ -102,6 +104,7 @@ class LocalEnvironment(BaseEnvironment):
                 self._limits,
                 root_dir=self._root_dir,
                 read_only=self._read_only,
+                reserved=_RESERVED,
                 forwarded=self._forwarded,
             )
             if self._dockerfile.exists():
@@ -133,7 +136,7 @@ class LocalEnvironment(BaseEnvironment):
                 )
                 if done.status != 0:
                     words = (done.error or done.output).decode(errors="replace").strip().splitlines()
-                    raise CannotBuildError(f"{step.line!r} ended with {done.status}: {words[-1] if words else ''}")
+                    raise CannotBuildError(f"{step.line!r} ended with {done.status}, without a network: {words[-1] if words else ''}")
             else:
                 self._image_env = step.env
 

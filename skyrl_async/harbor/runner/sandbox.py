@@ -86,6 +86,7 @@ class Sandbox:
         *,
         root_dir: Path | None = None,
         read_only: Sequence[tuple[Path, str]] = (),
+        reserved: Sequence[str] = (),
         forwarded: Mapping[int, tuple[str, int]] | None = None,
     ) -> Self:
         """Make a sandbox.
@@ -95,6 +96,7 @@ class Sandbox:
             limits: what it may use.
             root_dir: root file system that it sees and changes a copy of; None: the host's programs.
             read_only: directories of the host, and where they are seen.
+            reserved: directories inside that are not part of the disk: they have 64 MiB each when it is full.
             forwarded: port on the sandbox's 127.0.0.1 to the host and port that connections are carried to.
 
         Raises:
@@ -106,6 +108,7 @@ class Sandbox:
             "base": str(base),
             "root_dir": None if root_dir is None else str(root_dir),
             "ports": list(forwarded),
+            "reserved": list(reserved),
             "read_only": [(str(source), target) for source, target in read_only],
         }
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _MAX_REQUEST_BYTES = 1 << 20
+_RESERVED_MB = 64
 _GROUPS_DIR = "/sys/fs/cgroup"
 
 _CLONE_NEW = {
@@ -90,7 +91,8 @@ def main(control: socket.socket) -> NoReturn:
     - ``root_dir``: a root file system, or null for the host's;
     - ``disk_mb``, ``memory_mb``, ``max_processes``;
     - ``ports`` to listen on;
-    - ``read_only``: pairs of a directory of the host and where it is mounted.
+    - ``read_only``: pairs of a directory of the host and where it is mounted;
+    - ``reserved``: directories that can be written to when the disk is full.
 
     The first message from here is ``{"ready": true}`` with the sockets of ``ports``, or ``{"error": "..."}``. Requests are ``{"id", "argv",
     "cwd", "env"}`` with three file descriptors, and ``{"kill": id}``; each command is answered with ``{"id", "status"}`` or
@@ -209,9 +211,9 @@ def _make_root(settings: dict[str, Any]) -> None:
             (root / name).unlink(missing_ok=True)
             (root / name).write_text(text)
     for source, target in settings["read_only"]:
-        place = root / str(target).lstrip("/")
-        place.mkdir(parents=True, exist_ok=True)
-        _bind_read_only(Path(source), place)
+        _bind_read_only(Path(source), _directory(root, target))
+    for target in settings["reserved"]:
+        _mount("tmpfs", _directory(root, target), "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_RESERVED_MB}m,mode=755")
     _make_proc(root)
     _make_dev(root)
     (root / ".old").mkdir()
@@ -220,6 +222,12 @@ def _make_root(settings: dict[str, Any]) -> None:
     _check(_libc.umount2(b"/.old", _MNT_DETACH), "umount of the host's root")
     os.rmdir("/.old")
     socket.sethostname("sandbox")
+
+
+def _directory(root: Path, name: str) -> Path:
+    place = root / name.lstrip("/")
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 def _lay_host_under(base: Path, root: Path) -> None:

@@ -93,7 +93,9 @@ def _failure(result: TrialResult) -> dict[str, str] | None:
     stage = reached[-1] if reached else _STAGES[0]
     if first.exception_type in _OF_ENVIRONMENT:
         stage = _STAGES[0]
-    return {"stage": stage, "type": first.exception_type, "message": first.exception_message}
+    causes = [line for line in first.exception_traceback.splitlines() if ".SandboxError: " in line]
+    cause = f" ({causes[-1].partition('.SandboxError: ')[2]})" if causes else ""
+    return {"stage": stage, "type": first.exception_type, "message": first.exception_message + cause}
 
 
 def _seconds(result: TrialResult) -> dict[str, float]:

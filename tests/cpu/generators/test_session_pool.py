@@ -57,7 +57,7 @@ def unserved_url() -> Iterator[str]:
 
 async def test_a_finished_session_gives_exact_rows_and_is_deleted() -> None:
     async with stand_in(say_hi) as endpoint, SessionPool([endpoint.root], CONTROLLER_KEY) as pool:
-        async with pool.session(sampling=SAMPLING, priority=7, label="p-0") as session:
+        async with pool.session(sampling=SAMPLING, priority=7, label="p-0", lifetime_s=90) as session:
             assert await chat(session) == "hi"
             assert (await session.status())["last_text"] == "hi"
             (row,) = await session.finish(0.5, metrics={"fine": 1.0, "endless": math.inf}, is_truncated=True)
@@ -71,7 +71,8 @@ async def test_a_finished_session_gives_exact_rows_and_is_deleted() -> None:
         (served,) = endpoint.sessions.values()
         assert served.is_deleted
         sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "max_tokens": 9}
-        assert served.asked == {"sampling": sampling, "priority": 7, "label": "p-0"}
+        limits = {"idle_timeout_s": 90, "lifetime_s": 90}
+        assert served.asked == {"sampling": sampling, "priority": 7, "label": "p-0", "limits": limits}
 
 
 async def test_finishing_again_gives_the_rows_of_the_first_time() -> None:
