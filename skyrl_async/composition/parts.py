@@ -25,7 +25,7 @@ from skyrl_async.config.schema.task import HARBOR_TASK
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
-from skyrl_async.harbor.trials import harbor_harness
+from skyrl_async.harbor.trials import VerifierReward, harbor_harness
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -69,8 +69,9 @@ def make_generator(
     limits: Any = {"max_turns": generator.max_turns, "max_trajectory_tokens": generator.max_trajectory_tokens}
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
-        harness = None
+        harness, reward_source = None, None
         if config.task.name == HARBOR_TASK:
+            reward_source = VerifierReward()
             harness, generator = harbor_harness(generator, Path(config.cache_dir), run_dir)
         made = make_agent_generator(
             generator,
@@ -78,6 +79,7 @@ def make_generator(
             controller_key=endpoint.controller_key,
             make_environment=environments,
             harness=harness,
+            reward_source=reward_source,
             deadlines=client.pool.deadlines,
             outage_timeout_s=config.engine.no_engine_timeout_s,
             run_dir=run_dir,

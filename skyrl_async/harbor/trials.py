@@ -16,16 +16,27 @@ from urllib.parse import urlsplit
 
 from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
 from skyrl_async.errors import EnvironmentFailedError, GenerationError
+from skyrl_async.generators.agent.generator import DIRECTORY_MARK
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
+from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harnesses.install import Say
+from skyrl_async.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 OTHER_STAGES_S = 3600.0
 """Longest time beside the agent's. Harbor keeps its own limits of set-up (task.toml) and verifier; this one is for a runner that hangs."""
 _OF_ENVIRONMENT = ("environment_setup", "agent_setup")
+
+
+class VerifierReward:
+    """A ``RewardSource`` for what a trial left without a reward: a verifier has judged all others."""
+
+    async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
+        """Raises ``GenerationError``."""
+        raise GenerationError(f"the verifier of {prompt.uid} gave no reward: {episode.failure}")
 
 
 class HarborTrials:
@@ -65,7 +76,7 @@ class HarborTrials:
         Raises ``EnvironmentFailedError`` if its environment could not be made or was lost, and ``GenerationError`` if agent or verifier
         failed without a reward.
         """
-        runner = await self._started()
+        runner = await self._started(task.working_dir.parent)
         found = await runner.play(self._trial(task))
         metrics = {f"timing/{stage}": seconds for stage, seconds in found["seconds"].items()}
         if (failure := found["failure"]) is not None:
@@ -85,10 +96,12 @@ class HarborTrials:
             if self._runner is not None:
                 await self._runner.close()
 
-    async def _started(self) -> TrialProcess:
+    async def _started(self, directory: Path) -> TrialProcess:
         async with self._starting:
             if self._runner is None or self._runner.has_ended:
-                self._runner = await TrialProcess.start(self._python, self._max_agents, self._marks)
+                self._runner = await TrialProcess.start(
+                    self._python, self._max_agents, self._marks | {DIRECTORY_MARK: str(directory)}
+                )
             return self._runner
 
     def _trial(self, task: AgentTask) -> dict[str, Any]:

@@ -7,9 +7,11 @@ The endpoint captures exact token ids, log-probs and versions. Does not know tok
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -21,6 +23,7 @@ from typing import Any
 from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import EnvironmentFailedError, GenerationError, OutageError, SessionError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
+from skyrl_async.generators.agent.processes import end_guard, start_guard
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
 from skyrl_async.generators.gym.environment import finite_reward
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
+DIRECTORY_MARK = "SKYRL_AGENTS"
+"""Variable with the directory of temporary directories, of processes that must end before it is deleted."""
 _SESSION_MARGIN_S = 7200.0
 """Of rewards, and of outages, in which an agent's time stands still. A session lasts as long as its agent may run: environments and tools
 take minutes in which nothing is asked. Only a session that its generator has forgotten expires.
@@ -138,6 +143,8 @@ class AgentGenerator:
         await self.harness.close()
         await self.pool.close()
         await asyncio.to_thread(self._deleting.shutdown)
+        if "_temporary" in self.__dict__:
+            await asyncio.to_thread(rmtree, self._temporary, ignore_errors=True)
 
     async def _run_sample(self, request: GroupRequest, index: int) -> _Sample:
         """Run one sample after waiting for a slot. A lost session is a failure of the sample.
@@ -234,12 +241,20 @@ class AgentGenerator:
             return await self.reward_source.reward_of(prompt, episode)
         return EpisodeReward(reward=finite_reward(result.reward, "generator.entrypoint"))
 
+    @functools.cached_property
+    def _temporary(self) -> str:
+        """Directory of the temporary directories; a guard deletes it if this process is killed."""
+        directory = tempfile.mkdtemp(prefix="skyrl_async-agents-")
+        if (guard := start_guard(f"{DIRECTORY_MARK}={directory}", directory)) is not None:
+            weakref.finalize(self, end_guard, guard)
+        return directory
+
     @contextlib.contextmanager
     def _workspace(self, label: str) -> Iterator[Path]:
         """A new directory of a running agent. A temporary one is deleted in the background, because it may be large."""
         prefix = f"{_UNSAFE.sub('_', label)[:80]}-"
         is_kept = self.working_dir is not None
-        directory = tempfile.mkdtemp(prefix=prefix if is_kept else f"skyrl_async-{prefix}", dir=self.working_dir)
+        directory = tempfile.mkdtemp(prefix=prefix, dir=self.working_dir or self._temporary)
         self._counts["running"] += 1
         try:
             yield Path(directory)

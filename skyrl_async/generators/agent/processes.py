@@ -1,20 +1,24 @@
 """Ends the processes of an agent: the program and all its descendants.
 
 Flows in: a process group, and a mark in the program's environment, which its children inherit. Run as a program, this file is a guard:
-it waits for the death of the process that started it, even by ``kill -9``, and ends the agents left behind. Standard library only,
-because it is started by its path.
+it waits for the death of the process that started it, even by ``kill -9``, and ends the agents left behind, or deletes their directory.
+Standard library only, because it is started by its path.
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _MAX_ROUNDS = 20
+_OWN_END_S = 30.0
+"""For what ends by itself, and releases something of its own before: containers, say."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,13 +61,16 @@ def marked_processes(mark: str) -> Iterator[int]:
             yield int(name)
 
 
-def start_guard(mark: str) -> subprocess.Popen[bytes] | None:
-    """Start a process that kills the processes with ``mark`` after this process has died in any way; only on Linux."""
+def start_guard(mark: str, directory: str = "") -> subprocess.Popen[bytes] | None:
+    """Start a process that kills the processes with ``mark`` after this process has died in any way; only on Linux.
+
+    With a directory it first lets them end by themselves, for half a minute, and deletes the directory afterwards.
+    """
     if sys.platform != "linux":
         return None
     # In its own session: a signal to this process's group must not end the guard.
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
+        [sys.executable, "-I", "-S", __file__, mark, str(os.getpid()), directory],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -77,13 +84,18 @@ def end_guard(guard: subprocess.Popen[bytes]) -> None:
     guard.wait()
 
 
-def _guard(mark: str, parent_id: int) -> None:
+def _guard(mark: str, parent_id: int, directory: str) -> None:
     """Wait for the parent's death. The kernel's signal also comes at the end of the parent's thread, hence the loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     while os.getppid() == parent_id:
         signal.sigwait({signal.SIGTERM})
+    deadline = time.monotonic() + (_OWN_END_S if directory else 0.0)
+    while time.monotonic() < deadline and any(marked_processes(mark)):
+        time.sleep(0.1)
     kill_agent(None, mark)
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _kill(pid: int) -> None:
@@ -92,4 +104,4 @@ def _kill(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1], int(sys.argv[2]))
+    _guard(sys.argv[1], int(sys.argv[2]), sys.argv[3])

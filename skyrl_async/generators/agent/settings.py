@@ -62,6 +62,7 @@ def make_agent_generator(
     controller_key: str,
     make_environment: EnvironmentFactory,
     harness: Harness | None = None,
+    reward_source: RewardSource | None = None,
     deadlines: Deadlines | None = None,
     outage_timeout_s: float = 0.0,
     run_dir: Path | None = None,
@@ -74,6 +75,7 @@ def make_agent_generator(
         controller_key: of the endpoint.
         make_environment: called with a prompt's ``env_class`` and ``extras``.
         harness: what runs a sample; None: that of ``settings``.
+        reward_source: what judges it; None: that of ``settings``.
         deadlines: stand still in outages; None: no outages.
         outage_timeout_s: how long an unanswered request to the endpoint is sent again.
         run_dir: directory of the run, if there is one.
@@ -89,10 +91,9 @@ def make_agent_generator(
     elif harness is None:
         harness = FunctionHarness(_harness_function(str(settings.entrypoint)))
     threads = CallThreads("reward")
-    reward_source: RewardSource
-    if settings.reward is not None:
+    if reward_source is None and settings.reward is not None:
         reward_source = FunctionReward(import_function("generator.reward", settings.reward), threads)
-    else:
+    elif reward_source is None:
         reward_source = EnvironmentReward(make_environment, threads, max_turns=settings.max_turns)
     return AgentGenerator(
         SessionPool(urls, controller_key, outages=deadlines.outages, outage_timeout_s=outage_timeout_s),

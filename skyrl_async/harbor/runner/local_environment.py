@@ -136,7 +136,9 @@ class LocalEnvironment(BaseEnvironment):
                 )
                 if done.status != 0:
                     words = (done.error or done.output).decode(errors="replace").strip().splitlines()
-                    raise CannotBuildError(f"{step.line!r} ended with {done.status}, without a network: {words[-1] if words else ''}")
+                    raise CannotBuildError(
+                        f"{step.line!r} ended with {done.status}, without a network: {words[-1] if words else ''}"
+                    )
             else:
                 self._image_env = step.env
 

@@ -25,6 +25,8 @@ _LOCAL = "skyrl_async.harbor.runner.local_environment:LocalEnvironment"
 _STAGES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 _OF_ENVIRONMENT = ("SandboxError", "HealthcheckError", "AddTestsDirError", "DownloadVerifierDirError")
 """Errors that are the environment's in whatever stage they come."""
+_AFTER_A_CAP = ("AgentAuthenticationError", "AuthenticationError", "PermissionDeniedError")
+"""Errors by which an agent ends whose session has reached a cap: it is judged for what it did."""
 _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", "agent/*.pane")
 _MAX_LOGS, _LOG_TAIL_BYTES = 6, 4096
 _MAX_LINE_BYTES = 16 << 20
@@ -74,12 +76,13 @@ def _config(asked: Mapping[str, Any]) -> TrialConfig:
     kind, kwargs = asked["environment"], asked["environment_kwargs"]
     environment = {"import_path": _LOCAL} if kind == "local" else {"type": kind}
     not_graded = ErrorPolicyOverride(should_grade=False, has_valid_reward=False)
+    graded = ErrorPolicyOverride(should_grade=True, has_valid_reward=True)
     return TrialConfig(
         task=TaskConfig(path=Path(asked["task"])),
         trials_dir=Path(asked["trials_dir"]),
         agent=AgentConfig(**agent),
         environment=EnvironmentConfig(**environment, kwargs=kwargs),
-        override_error_policy=dict.fromkeys(_OF_ENVIRONMENT, not_graded),
+        override_error_policy=dict.fromkeys(_OF_ENVIRONMENT, not_graded) | dict.fromkeys(_AFTER_A_CAP, graded),
     )
 
 

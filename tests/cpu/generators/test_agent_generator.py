@@ -508,7 +508,7 @@ async def test_temporary_directories_are_gone_afterwards_whatever_happened(
 
     async with stand_in(echo) as endpoint, agents(endpoint, write) as generator:
         await generator.generate(request(3))
-    assert len(set(directories)) == 3 and {directory.parent for directory in directories} == {tmp_path}
+    assert len(set(directories)) == 3 and {directory.parent.parent for directory in directories} == {tmp_path}
     assert os.listdir(tmp_path) == []
 
 

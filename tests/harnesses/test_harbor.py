@@ -1,0 +1,188 @@
+"""Harbor, unmodified, plays trials in sandboxes on this machine: of its own agents, and of Terminus-2 with a scripted policy."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.harbor.make import tasks, write
+from examples.scripted_policy import Script, in_turn, make_app, make_environment
+from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
+from skyrl_async.config.schema.run import Config
+from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
+from skyrl_async.errors import EnvironmentFailedError
+from skyrl_async.generators.agent.generator import AgentGenerator
+from skyrl_async.generators.agent.settings import make_agent_generator
+from skyrl_async.harbor.__main__ import main as check_tasks
+from skyrl_async.harbor.tasks import load_tasks
+from skyrl_async.harbor.trials import VerifierReward, harbor_harness
+from skyrl_async.rollout.generator import GroupRequest
+from skyrl_async.types import Prompt, SamplingParams
+from tests.patience import PATIENCE_S
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="Terminus-2 needs tmux")
+
+
+def said(*keystrokes: str, is_complete: bool = False) -> str:
+    """An answer in Terminus-2's format."""
+    commands = [{"keystrokes": keys, "duration": 0.3} for keys in keystrokes]
+    return json.dumps({"analysis": "", "plan": "", "commands": commands, "task_complete": is_complete})
+
+
+COUNTS = in_turn(said("cut -d' ' -f1 access.log | sort -u | wc -l > visitors.txt\n"), said(is_complete=True))
+"""A policy that solves the tasks ``visitors``; Terminus-2 asks twice whether it is done."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tasks")
+    for task in tasks():
+        write(task, place)
+    return place
+
+
+def prompt_of(directory: Path, name: str) -> Prompt:
+    (prompt,) = load_tasks(directory / name, "task.harbor.path")
+    return prompt
+
+
+@asynccontextmanager
+async def trials(script: Script, *, limits: SessionLimits | None = None) -> AsyncIterator[AgentGenerator]:
+    """What ``task=harbor generator=agent generator.harness=terminus-2`` makes, over a scripted policy."""
+    key = secrets.token_urlsafe()
+    settings = GeneratorConfig(harness="terminus-2", agent_timeout_s=PATIENCE_S, harbor=HarborConfig())
+    harness, settings = harbor_harness(settings, Path(Config().cache_dir), None)
+    app = make_app(script, controller_key=key, session_settings=SessionSettings(limits=limits) if limits else None)
+    async with start_server(app) as (host, port):
+        generator = make_agent_generator(
+            settings,
+            urls=[f"http://{host}:{port}"],
+            controller_key=key,
+            make_environment=make_environment,
+            harness=harness,
+            reward_source=VerifierReward(),
+        )
+        try:
+            yield generator
+        finally:
+            await generator.close()
+
+
+def request(prompt: Prompt, num_samples: int = 1) -> GroupRequest:
+    return GroupRequest(prompt=prompt, num_samples=num_samples, sampling=SamplingParams(max_tokens=2048))
+
+
+def test_every_shipped_task_is_solved_by_its_solution_and_by_nothing_else(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_tasks([str(directory)]) == 0
+    assert capsys.readouterr().out.count(": sound") == 20
+    shutil.copytree(directory, tmp_path / "wrong")
+    for task in (tmp_path / "wrong").iterdir():
+        (task / "solution/wrong.sh").replace(task / "solution/solve.sh")
+    assert check_tasks([str(tmp_path / "wrong")]) == 1
+    assert capsys.readouterr().out.count(": its solution earns 0, and doing nothing 0") == 20
+
+
+@needs_tmux
+async def test_terminus_2_is_rewarded_by_the_verifier_and_its_tokens_are_one_row(directory: Path) -> None:
+    async with trials(COUNTS) as generator:
+        solved = await generator.generate(request(prompt_of(directory, "visitors-0"), 2))
+        failed = await generator.generate(request(prompt_of(directory, "ledger-0"), 2))
+    assert [(row.reward, row.num_turns, row.is_abandoned) for row in solved] == [(1.0, 3, False)] * 2
+    assert [(row.reward, row.is_abandoned) for row in failed] == [(0.0, False)] * 2
+    stages = ("environment_setup", "agent_setup", "agent_execution", "verifier")
+    assert all(row.metrics[f"timing/{stage}"] > 0 for row in solved for stage in stages)
+
+
+@needs_tmux
+async def test_an_agent_stopped_by_a_cap_is_judged_for_what_it_did(directory: Path) -> None:
+    async with trials(COUNTS, limits=SessionLimits(max_turns=1)) as generator:
+        (row,) = await generator.generate(request(prompt_of(directory, "visitors-0")))
+    assert (row.reward, row.num_turns, row.is_truncated) == (1.0, 1, True)
+
+
+@needs_tmux
+@pytest.mark.parametrize(
+    ("break_task", "expected"),
+    [
+        (
+            lambda task: append(task / "environment/Dockerfile", "RUN exit 3\n"),
+            "its image cannot be built here: 'RUN exit 3'",
+        ),
+        (
+            lambda task: replace(task / "task.toml", "build_timeout_sec = 60.0", "build_timeout_sec = 0.01"),
+            "EnvironmentStartTimeout",
+        ),
+    ],
+    ids=["build", "timeout"],
+)
+async def test_an_environment_that_fails_is_an_error_of_its_own_and_no_zero(
+    directory: Path, tmp_path: Path, break_task: Callable[[Path], None], expected: str
+) -> None:
+    shutil.copytree(directory / "visitors-0", tmp_path / "broken")
+    break_task(tmp_path / "broken")
+    async with trials(COUNTS) as generator:
+        with pytest.raises(EnvironmentFailedError, match=expected):
+            await generator.generate(request(prompt_of(tmp_path, "broken"), 2))
+        (row,) = await generator.generate(request(prompt_of(directory, "visitors-0")))  # others go on
+    assert row.reward == 1.0
+
+
+def append(file: Path, text: str) -> None:
+    file.write_text(file.read_text() + text)
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@needs_tmux
+def test_nothing_is_left_of_trials_whose_trainer_was_killed(directory: Path, tmp_path: Path) -> None:
+    program = f"""
+import asyncio
+from pathlib import Path
+from tests.harnesses import test_harbor as t
+
+async def main():
+    async with t.trials(t.in_turn(t.said("sleep 1000\\n"))) as generator:
+        await generator.generate(t.request(t.prompt_of(Path({str(directory)!r}), "visitors-0"), 3))
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    deadline = time.monotonic() + PATIENCE_S
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as trainer:
+        try:
+            while len(sleeping := descendants(trainer.pid, "sleep")) < 3:
+                assert time.monotonic() < deadline and trainer.poll() is None
+                time.sleep(0.05)
+            all_of_it = descendants(trainer.pid)
+        finally:
+            trainer.kill()
+    assert len(all_of_it) > len(sleeping)
+    while any(process.is_running() for process in all_of_it) or list(tmp_path.glob("skyrl_async-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def descendants(pid: int, name: str | None = None) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name is None or process.name() == name:
+                found.append(process)
+    return found
