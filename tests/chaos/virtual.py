@@ -14,7 +14,7 @@ from pathlib import Path
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.generator import OnFailedSamples
-from skyrl_async.errors import PublishError
+from skyrl_async.errors import EnvironmentFailedError, PublishError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.record.files import DIRECTORY
@@ -78,6 +78,7 @@ class VirtualFault(StrEnum):
     die_in_load = "an engine dies while it loads the next weights"
     fail_sample = "a sample fails"
     hang_sample = "a sample hangs"
+    lose_environment = "an agent's environment is lost"
     fill_disk = "the disk is full until something else happens"
     kill_trainer = "the trainer is killed and resumed"
     interrupt = "Ctrl-C: the trainer ends, and is resumed"
@@ -98,6 +99,8 @@ class _UnluckyGenerator(ModelledGenerator):
         fate = self.fates.pop() if self.fates else None
         if fate is VirtualFault.hang_sample:
             await asyncio.Event().wait()
+        if fate is VirtualFault.lose_environment:
+            raise EnvironmentFailedError("the machine was lost")
         trajectory = await super()._one(request, index, seed)
         if fate is VirtualFault.fail_sample:
             raise RuntimeError("the environment broke at the end")
@@ -164,7 +167,7 @@ class VirtualRun:
                 self._models[self._some_engine().name].fails_next_load = PublishError
             case VirtualFault.die_in_load:
                 self._models[self._some_engine().name].fails_next_load = RuntimeError
-            case VirtualFault.fail_sample | VirtualFault.hang_sample:
+            case VirtualFault.fail_sample | VirtualFault.hang_sample | VirtualFault.lose_environment:
                 self._generator.fates.append(fault)
             case VirtualFault.fill_disk:
                 self._fill_disk()

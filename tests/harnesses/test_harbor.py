@@ -1,5 +1,6 @@
 """Harbor, unmodified, plays trials in sandboxes on this machine: of its own agents, and of Terminus-2 with a scripted policy."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -138,6 +139,29 @@ async def test_an_environment_that_fails_is_an_error_of_its_own_and_no_zero(
             await generator.generate(request(prompt_of(tmp_path, "broken"), 2))
         (row,) = await generator.generate(request(prompt_of(directory, "visitors-0")))  # others go on
     assert row.reward == 1.0
+
+
+@needs_tmux
+async def test_a_lost_sandbox_and_a_lost_runner_fail_their_samples_and_the_next_try_plays(directory: Path) -> None:
+    async with trials(in_turn(said("sleep 1000\n"))) as generator, asyncio.TaskGroup() as group:
+        prompt = prompt_of(directory, "visitors-0")
+        for name in ("sandbox_init.py", "skyrl_async.harbor.runner.serve"):
+            trying = group.create_task(outcome_of(generator.generate(request(prompt))), name=name)
+            async with asyncio.timeout(PATIENCE_S):
+                while not descendants(os.getpid(), "sleep"):  # noqa: ASYNC110 (until the agent is at work)
+                    await asyncio.sleep(0.05)
+            for process in descendants(os.getpid()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if any(name in word for word in process.cmdline()):
+                        process.kill()
+            assert isinstance(await trying, EnvironmentFailedError)
+
+
+async def outcome_of(generating: Awaitable[object]) -> object:
+    try:
+        return await generating
+    except Exception as error:
+        return error
 
 
 def append(file: Path, text: str) -> None:
