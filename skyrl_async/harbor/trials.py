@@ -79,6 +79,7 @@ class HarborTrials:
         runner = await self._started(task.working_dir.parent)
         found = await runner.play(self._trial(task))
         metrics = {f"timing/{stage}": seconds for stage, seconds in found["seconds"].items()}
+        metrics["agent/timeouts"] = float(found["is_late"])  # it is judged for what it did
         if (failure := found["failure"]) is not None:
             stage, words = failure["stage"], f"{failure['type']}: {failure['message']}"
             kind = EnvironmentFailedError if stage in _OF_ENVIRONMENT else GenerationError

@@ -49,7 +49,9 @@ class TrialPlayer:
         self._slots = asyncio.Semaphore(max_agents) if max_agents else contextlib.nullcontext()
 
     async def play(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return how the trial ended: ``rewards`` or null, ``failure`` (stage, type, message) or null, ``seconds`` by stage, ``logs``."""
+        """Return how the trial ended: ``rewards`` or null, ``failure`` (stage, type, message) or null, whether the agent
+        ``is_late``, ``seconds`` by stage, ``logs``.
+        """
         trial = await Trial.create(_config(asked))
         async with contextlib.AsyncExitStack() as running:
 
@@ -65,6 +67,7 @@ class TrialPlayer:
         return {
             "rewards": result.verifier_result.rewards if result.reward_valid else None,
             "failure": _failure(result),
+            "is_late": any(error.exception_type == "AgentTimeoutError" for error in result.recorded_exceptions()),
             "seconds": _seconds(result),
             "logs": _logs(trial.paths.trial_dir),
         }
@@ -140,7 +143,7 @@ async def serve(max_agents: int | None, output: BinaryIO) -> None:
             say({"id": number, **await player.play(trial)})
         except Exception as error:  # a task of the user's may fail in any way: told, and the others go on
             failure = {"stage": _STAGES[0], "type": type(error).__name__, "message": str(error)}
-            say({"id": number, "rewards": None, "failure": failure, "seconds": {}, "logs": {}})
+            say({"id": number, "rewards": None, "failure": failure, "is_late": False, "seconds": {}, "logs": {}})
         finally:
             del playing[number]
 
