@@ -15,8 +15,8 @@ Groups, staleness and training are unknown here. The client does not pause engin
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,13 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.columns import TokenIds, fields_of
 from skyrl_async.errors import EngineDeadError, InferenceError, PromptTooLongError
 from skyrl_async.inference.generation import (
+    ABORTED,
+    BUDGET_USED,
     GenerationState,
-    call_until_end,
+    continued,
     fetch_partial_outputs,
     generate_once,
     head_of,
-    stream_once,
 )
 from skyrl_async.inference.placement import PlacementSettings
 from skyrl_async.inference.pool import EnginePool
@@ -163,16 +164,21 @@ class InferenceEngineClient:
     ) -> Completion:
         """Sample one completion; see ``rollout.sampler.Sampler``."""
         request = self._request(prompt_token_ids, sampling, priority)
-        is_long = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS
-        streams = bool(sampling.stop) or (self._carries_tokens and sampling.is_resumable and is_long)
+        is_long, is_resumable = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS, sampling.is_resumable
+        streams = bool(sampling.stop) or (self._carries_tokens and is_resumable and is_long)
         num_restarts = 0
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText(self._tokenizer, sampling)
-            with self._tracking(generation if sampling.is_resumable else None, state, request) as begin:
-                async with aclosing(self._blocks(request, state, text, session_id, begin, streams=streams)) as blocks:
-                    async for _ in blocks:
-                        pass
+            begin = NOTHING_SAMPLED
+            if generation is not None and is_resumable:
+                begin, generation.partial_output = generation.begin, state.partial_output
+                self._tracked[state] = request.request_id
+            try:
+                async for _ in self._blocks(request, state, text, session_id, begin, streams=streams):
+                    pass
+            finally:
+                self._tracked.pop(state, None)
             if state.has_ended:
                 break
             num_restarts += 1  # its engine died, and it is not resumable
@@ -257,21 +263,6 @@ class InferenceEngineClient:
             stream_interval=stream_interval,
         )
 
-    @contextmanager
-    def _tracking(
-        self, generation: OpenGeneration | None, state: GenerationState, request: EngineRequest
-    ) -> Iterator[EngineOutput]:
-        """Let ``generation`` read ``state`` while it grows; yields the tokens that it begins with."""
-        if generation is None:
-            yield NOTHING_SAMPLED
-            return
-        generation.partial_output = state.partial_output
-        self._tracked[state] = request.request_id
-        try:
-            yield generation.begin
-        finally:
-            del self._tracked[state]
-
     async def _blocks(
         self,
         request: EngineRequest,
@@ -284,22 +275,27 @@ class InferenceEngineClient:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the tokens of one generation, first those it begins with, from whichever engines are alive; count them, and add them to
         ``text``. A stop string ends the block in which it ends, and ``state``."""
-
-        def call(rest: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-            return self._call(rest, state, request.request_id, session_id, streams=streams)
-
         try:
             state.add(begin)
             await self._turns.next()
             if len(begin.token_ids):
                 yield _until_stop_string(begin, state, text)
-            async with aclosing(call_until_end(request, state, call)) as blocks:
-                async for block in blocks:
-                    # Many may come at once. An aborted call is still in its slot, so that the placement knows it.
-                    await self._turns.next()
-                    yield _until_stop_string(block, state, text)
-                    if state.has_stop_string:
-                        return
+            while (rest := state.next_call(request)) is not None:
+                async with aclosing(self._call(rest, state, request.request_id, session_id, streams=streams)) as blocks:
+                    async for block in blocks:
+                        state.add(block)
+                        # Many may come at once. An aborted call is still in its slot, so that the placement knows it.
+                        await self._turns.next()
+                        is_abort = block.finish_reason is FinishReason.ABORT
+                        if is_abort and not request.sampling.is_resumable:
+                            yield block
+                            return
+                        yield _until_stop_string(continued(block) if is_abort else block, state, text)
+                        if state.has_stop_string:
+                            return
+            if not state.has_ended:
+                state.add(BUDGET_USED)
+                yield BUDGET_USED
         finally:
             self._counts["aborts"] += state.num_aborts
             if state.has_ended:
@@ -320,7 +316,6 @@ class InferenceEngineClient:
         streams: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
-        call = stream_once if streams else generate_once
         await self.pool.wait_for_engine()
         with self.pool.slot(session_id, generation_id, request) as slot:
             report_engine(slot.engine.name)
@@ -328,7 +323,8 @@ class InferenceEngineClient:
             before, clock = state.engine_seconds, asyncio.get_running_loop().time
             began = clock()
             try:
-                async with aclosing(call(slot.engine, request)) as blocks:
+                blocks = slot.engine.stream(request) if streams else generate_once(slot.engine, request)
+                async with aclosing(blocks):
                     while True:
                         with slot.cut_off.block():
                             block = await anext(blocks, None)
@@ -341,7 +337,7 @@ class InferenceEngineClient:
             except EngineDeadError as error:
                 self.drop_engine(slot.engine, error)
         await self._turns.next()
-        yield EngineOutput(finish_reason=FinishReason.ABORT)
+        yield ABORTED
 
 
 def _until_stop_string(block: EngineOutput, state: GenerationState, text: CompletionText) -> EngineOutput:

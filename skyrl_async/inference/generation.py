@@ -8,7 +8,7 @@ another engine when one dies. A paused engine holds its requests, so pauses are 
 """
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,8 @@ _COLUMNS = ("token_ids", "logprobs", "versions", "top_logprobs")
 """Fields of ``EngineOutput`` with one entry per token, or none at all."""
 
 _NOTHING = EngineOutput(finish_reason=None)
+BUDGET_USED = EngineOutput(finish_reason=FinishReason.LENGTH)
+ABORTED = EngineOutput(finish_reason=FinishReason.ABORT)
 _MAX_BLOCKS = 256
 """Blocks kept apart: a block of one token takes a hundred times the memory of its token."""
 
@@ -55,6 +57,8 @@ class GenerationState:
         """Cached tokens of the first call's prompt: later prompts contain tokens of the answer. None before the first token."""
         self.call_id: str | None = None
         """Request id of the open engine call."""
+        self._num_calls = 0
+        self._is_call_open = False
         self._num_before_call = 0
         self._engine_output: EngineOutput | None = None
         self.has_stop_string = False
@@ -88,16 +92,30 @@ class GenerationState:
                 self._blocks = [joined(self._blocks)]
             self.num_tokens += len(output.token_ids)
         self.num_aborts += output.num_aborts
+        if output.finish_reason is None:
+            return
+        self._is_call_open = False
         if output.finish_reason is FinishReason.ABORT:
             self.num_aborts += 1
         else:
             self.finish_reason = output.finish_reason
 
-    def begin_call(self, request_id: str) -> None:
-        """An engine call begins that samples the rest."""
-        self.call_id = request_id
+    def next_call(self, request: EngineRequest) -> EngineRequest | None:
+        """Begin the engine call that samples the rest of ``request``; None when there is nothing left to sample.
+
+        Raises ``InferenceError`` if the engine ended the call before without a finish reason.
+        """
+        if self._is_call_open:
+            engine = next(reversed(self.engines), "an engine")
+            raise InferenceError(f"{engine} ended request {self.call_id} without a finish reason")
+        if self.has_ended or self.num_tokens >= request.sampling.max_tokens:
+            return None
+        self.call_id = f"{request.request_id}.{self._num_calls}" if self._num_calls else request.request_id
+        self._num_calls += 1
+        self._is_call_open = True
         self._num_before_call = self.num_tokens
         self._engine_output = None
+        return self._remaining_request(request, self.call_id)
 
     def set_engine_output(self, outputs: Mapping[str, EngineOutput]) -> None:
         """Remember the open call's tokens that its engine has not handed over yet. ``outputs``: request id -> all tokens of that call."""
@@ -126,11 +144,7 @@ class GenerationState:
         self.finish_reason = FinishReason.STOP
         self.has_stop_string = True
 
-    def num_remaining(self, request: EngineRequest) -> int:
-        """Tokens left to sample for ``request``, which is the whole generation's."""
-        return request.sampling.max_tokens - self.num_tokens
-
-    def remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
+    def _remaining_request(self, request: EngineRequest, request_id: str) -> EngineRequest:
         """The request for the rest: the prompt of ``request`` plus the tokens so far, and the rest of its budget."""
         if not self.num_tokens:
             return request if request_id == request.request_id else replace(request, request_id=request_id)
@@ -140,7 +154,7 @@ class GenerationState:
             prompt_token_ids=np.concatenate([request.prompt_token_ids, self.output().token_ids]),
             sampling=replace(
                 request.sampling,
-                max_tokens=self.num_remaining(request),
+                max_tokens=request.sampling.max_tokens - self.num_tokens,
                 min_tokens=max(0, request.sampling.min_tokens - self.num_tokens),
             ),
             num_sampled_tokens=request.num_sampled_tokens + self.num_tokens,
@@ -224,25 +238,23 @@ async def call_until_end(
 
     An abort is yielded, as the end, only if the request is not resumable or ``may_continue`` says no.
     """
-    for number in itertools.count():
-        if state.has_ended:
-            return
-        if state.num_remaining(request) < 1:
-            end = EngineOutput(finish_reason=FinishReason.LENGTH)
-            state.add(end)
-            yield end
-            return
-        rest = state.remaining_request(request, f"{request.request_id}.{number}" if number else request.request_id)
-        state.begin_call(rest.request_id)
+    while (rest := state.next_call(request)) is not None:
         async with aclosing(call(rest)) as blocks:
             async for block in blocks:
                 state.add(block)
                 is_abort = block.finish_reason is FinishReason.ABORT
-                if is_abort and request.sampling.is_resumable and may_continue():
-                    block = replace(block, finish_reason=None, num_aborts=block.num_aborts + 1)
-                yield block
-        if block.finish_reason is FinishReason.ABORT:
-            return
+                if is_abort and not (request.sampling.is_resumable and may_continue()):
+                    yield block
+                    return
+                yield continued(block) if is_abort else block
+    if not state.has_ended:
+        state.add(BUDGET_USED)
+        yield BUDGET_USED
+
+
+def continued(block: EngineOutput) -> EngineOutput:
+    """The last block of an aborted call as a block before the end."""
+    return replace(block, finish_reason=None, num_aborts=block.num_aborts + 1)
 
 
 def belongs_to(call_id: str, request_ids: Collection[str]) -> bool:
@@ -251,30 +263,9 @@ def belongs_to(call_id: str, request_ids: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in request_ids for end in range(1, len(parts) + 1))
 
 
-async def stream_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-    """The blocks of one call. Raises ``InferenceError`` if the engine ends it without a finish reason."""
-    reason = None
-    blocks: AsyncIterator[EngineOutput] = engine.stream(request)
-    try:
-        async for block in blocks:
-            reason = block.finish_reason
-            yield block
-    finally:
-        if isinstance(blocks, AsyncGenerator):
-            await blocks.aclose()
-    _require_end(engine, request, reason)
-
-
 async def generate_once(engine: InferenceEngine, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-    """One call's tokens as one block. Raises ``InferenceError`` like ``stream_once``."""
-    output = await engine.generate(request)
-    yield output
-    _require_end(engine, request, output.finish_reason)
-
-
-def _require_end(engine: InferenceEngine, request: EngineRequest, reason: FinishReason | None) -> None:
-    if reason is None:
-        raise InferenceError(f"{engine.name} ended request {request.request_id} without a finish reason")
+    """One call's tokens as one block."""
+    yield await engine.generate(request)
 
 
 async def generate_to_end(

@@ -3,7 +3,7 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError
@@ -32,7 +32,7 @@ class InferenceEngine(Protocol):
         Raises ``RequestRefusedError`` for a request that the engine cannot serve.
         """
 
-    def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Like ``generate``, in blocks of new tokens as they are sampled; only the last block has a ``finish_reason``."""
 
     async def partial_outputs(self, request_ids: Collection[str]) -> dict[str, EngineOutput]:

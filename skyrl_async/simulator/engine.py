@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -174,7 +174,7 @@ class ModelledEngine:
         finally:
             self._end(call)
 
-    async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Sample in blocks."""
         call = self._begin(request)
         try:

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from skyrl_async.inference.generation import stream_once
 from skyrl_async.inference.protocol import CutOff, InferenceEngine, pause_then_load
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
 
@@ -49,7 +48,7 @@ class FaultyEngine:
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Stream the engine's blocks."""
-        async with aclosing(stream_once(self._engine, request)) as blocks:
+        async with aclosing(self._engine.stream(request)) as blocks:
             while (block := await self._answer(lambda: anext(blocks, None))) is not None:
                 yield block
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -23,7 +22,6 @@ from skyrl_async.inference.generation import (
     call_until_end,
     fetch_partial_outputs,
     generate_to_end,
-    stream_once,
 )
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.inference.vllm.engine import VLLMEngine
@@ -81,9 +79,8 @@ class EngineActor:
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """``InferenceEngine.stream``."""
-        call = partial(stream_once, self._engine)
         with self._calls.tracking(request) as state:
-            blocks = call_until_end(request, state, call, self._may_continue(request))
+            blocks = call_until_end(request, state, self._engine.stream, self._may_continue(request))
             async with contextlib.aclosing(blocks):
                 async for block in blocks:
                     yield block

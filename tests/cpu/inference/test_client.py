@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from skyrl_async.columns import column
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PromptTooLongError
-from skyrl_async.inference import generation
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import GenerationState, call_until_end, generate_to_end, joined
 from skyrl_async.inference.text import CompletionText
@@ -237,7 +235,7 @@ def test_beside_its_engine_a_request_goes_on_through_aborts_to_its_end(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storm())
             if streams:
-                streamed = call_until_end(asked, GenerationState(), partial(generation.stream_once, served))
+                streamed = call_until_end(asked, GenerationState(), served.stream)
                 blocks = [block async for block in streamed]
             else:
                 blocks = [await generate_to_end(served, asked, GenerationState())]
