@@ -338,9 +338,16 @@ def _set_columns(value: object) -> None:
         given = getattr(value, name)
         if given is None or type(given) is VersionSpans:
             continue
-        if type(given) is np.ndarray and given.dtype is dtype and given.ndim == 1 and not given.flags.writeable:
-            continue  # as ``column`` would return it: a sample passes here some fifteen times
-        made = VersionSpans.of(given, label) if dtype is None else column(given, dtype.type, label)
+        if dtype is None:
+            made: Any = VersionSpans.of(given, label)
+        elif type(given) is np.ndarray and given.dtype is dtype and given.ndim == 1:
+            # As ``column``, for what it nearly always gets: a sample passes here some fifteen times.
+            if not given.flags.writeable:
+                continue
+            made = given.view()
+            made.flags.writeable = False
+        else:
+            made = column(given, dtype.type, label)
         object.__setattr__(value, name, made)
 
 

@@ -3,27 +3,39 @@
 import asyncio
 import atexit
 import gc
+import itertools
+from collections.abc import Iterator
 
 _INTERVAL_S = 0.02
+_INTERVALS_PER_LOOK = 10
+_INTERVALS_PER_FULL_LOOK = 100_000
 
 
 def collect_rarely() -> None:
-    """Exempt all present objects from garbage collection, and look for garbage among old objects seldom.
+    """Exempt all present objects from garbage collection, look for garbage among new ones now and then, and among all every half hour.
 
     Call it in the event loop, when all is started.
 
     A driver of thousands of groups in flight makes next to no cyclic garbage and holds millions of objects. With Python's thresholds one of
     64 groups stood still for .2 s at a time and took 1.4 times the processor's time. Thresholds count new objects less freed ones, so that
     none is passed while groups replace others: with 4,096 in flight 100,000 young objects were then looked at in one go, for .04 s and more
-    (``benchmarks.driver``). So young objects are looked at every .02 s, once.
+    (``benchmarks.driver``). Looking at every young object once, each .02 s, took a tenth of the driver's time, for objects that are in no
+    processor's cache any more. So every .02 s young objects become exempt; the tenth time they are looked at before, and each time as
+    long as that finds garbage.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 1_000, 100_000)
     atexit.register(gc.unfreeze)  # or libraries say at the end that they leak
-    _collect_young(asyncio.get_running_loop())
+    _tend(asyncio.get_running_loop(), itertools.count(1), 0)
 
 
-def _collect_young(loop: asyncio.AbstractEventLoop) -> None:
-    gc.collect(1)
-    loop.call_later(_INTERVAL_S, _collect_young, loop)
+def _tend(loop: asyncio.AbstractEventLoop, intervals: Iterator[int], num_found: int) -> None:
+    number = next(intervals)
+    if number % _INTERVALS_PER_FULL_LOOK == 0:
+        gc.unfreeze()
+        gc.collect()
+    elif num_found or number % _INTERVALS_PER_LOOK == 0:
+        num_found = gc.collect(1)
+    gc.freeze()
+    loop.call_later(_INTERVAL_S, _tend, loop, intervals, num_found)

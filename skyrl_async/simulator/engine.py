@@ -298,6 +298,8 @@ class ModelledEngine:
 
     def _num_sampled(self, call: _Call) -> int:
         """Tokens of the call so far."""
+        if call.num_taken == call.num_tokens:
+            return call.num_taken
         return max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
 
     def _output(self, call: _Call, start: int, end: int, finish_reason: FinishReason | None) -> EngineOutput:
