@@ -64,7 +64,7 @@ def _comes_of_cancellation(failure: BaseException) -> bool:
 
 
 class Changes:
-    """Wakes tasks that wait for a condition: state changes synchronously, and each change wakes all of them.
+    """Wakes tasks that wait for a condition: state changes synchronously, and each change wakes those whose condition has become true.
 
     changes = Changes()
     await changes.until(lambda: not self._queue)      # one task
@@ -72,24 +72,30 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._next: asyncio.Event | None = None
-        """Set by the next change; None while no task waits for it."""
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def notify(self) -> None:
-        """Wake the waiting tasks: the state may have changed."""
-        if self._next is not None:
-            self._next.set()
-            self._next = None
+        """Wake the waiting tasks whose condition is true now. Call it after all of a change."""
+        for woken, is_true in self._waiting.items():
+            if not woken.done() and is_true():
+                woken.set_result(None)
 
     async def next(self) -> None:
         """Wait for the next change."""
-        self._next = self._next or asyncio.Event()
-        await self._next.wait()
+        await self._woken(lambda: True)
 
     async def until(self, is_true: Callable[[], bool]) -> None:
-        """Wait until ``is_true()``; returns at once where it is. Tasks are not woken in order."""
+        """Wait until ``is_true()``; returns at once where it is."""
         while not is_true():
-            await self.next()
+            await self._woken(is_true)
+
+    async def _woken(self, is_true: Callable[[], bool]) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting[woken] = is_true
+        try:
+            await woken
+        finally:
+            del self._waiting[woken]
 
 
 class Turns:
