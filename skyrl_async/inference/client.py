@@ -317,25 +317,27 @@ class InferenceEngineClient:
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
         await self.pool.wait_for_engine()
-        with self.pool.slot(session_id, generation_id, request) as slot:
-            report_engine(slot.engine.name)
-            state.engines[slot.engine.name] = None
-            before, clock = state.engine_seconds, asyncio.get_running_loop().time
-            began = clock()
-            try:
-                blocks = slot.engine.stream(request) if streams else generate_once(slot.engine, request)
-                async with aclosing(blocks):
-                    while True:
-                        with slot.cut_off.block():
-                            block = await anext(blocks, None)
-                        if block is None:
-                            return
-                        state.engine_seconds = before + clock() - began
-                        self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
-                        slot.num_tokens += len(block.token_ids)
-                        yield block
-            except EngineDeadError as error:
-                self.drop_engine(slot.engine, error)
+        before, clock = state.engine_seconds, asyncio.get_running_loop().time
+        began = clock()
+        slot = self.pool.begin_call(session_id, generation_id, request, began)
+        report_engine(slot.engine.name)
+        state.engines[slot.engine.name] = None
+        blocks = slot.engine.stream(request) if streams else generate_once(slot.engine, request)
+        try:
+            async with aclosing(blocks):
+                while True:
+                    with slot.cut_off.block():
+                        block = await anext(blocks, None)
+                    if block is None:
+                        return
+                    state.engine_seconds = before + clock() - began
+                    self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
+                    slot.num_tokens += len(block.token_ids)
+                    yield block
+        except EngineDeadError as error:
+            self.drop_engine(slot.engine, error)
+        finally:
+            self.pool.end_call(slot, generation_id, clock() - began)
         await self._turns.next()
         yield ABORTED
 

@@ -7,8 +7,8 @@ the publisher of weights sets ``admission``, and the fleet that restarts engines
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
@@ -101,21 +101,24 @@ class EnginePool:
         """Whether a call of this client's is open in an engine that takes requests."""
         return any(slot.num_calls for slot in self._slots.values())
 
-    @contextmanager
-    def slot(self, session_id: str | None, generation_id: str, request: EngineRequest) -> Iterator[EngineSlot]:
-        """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``."""
-        name = self._placement.choose(self._slots, generation_id, session_id, asyncio.get_running_loop().time())
-        slot, began = self._slots[name], asyncio.get_running_loop().time()
+    def begin_call(self, session_id: str | None, generation_id: str, request: EngineRequest, now: float) -> EngineSlot:
+        """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``.
+
+        ``now``: seconds of the running loop.
+        """
+        name = self._placement.choose(self._slots, generation_id, session_id, now)
+        slot = self._slots[name]
         self._placement.start(generation_id, request, name)
         slot.num_calls += 1
-        try:
-            yield slot
-        finally:
-            slot.num_calls -= 1
-            slot.call_seconds += asyncio.get_running_loop().time() - began
-            slot.changes.notify()
-            self._placement.end(generation_id)
-            self._forget(name)
+        return slot
+
+    def end_call(self, slot: EngineSlot, generation_id: str, seconds: float) -> None:
+        """The generation's call has ended, after so many seconds."""
+        slot.num_calls -= 1
+        slot.call_seconds += seconds
+        slot.changes.notify()
+        self._placement.end(generation_id)
+        self._forget(slot.engine.name)
 
     def engine_of(self, generation_id: str) -> str | None:
         """Name of the engine in which the generation has an open call; None while it has none."""

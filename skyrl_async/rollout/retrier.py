@@ -5,8 +5,7 @@ Returns checked trajectories, or raises the last try's error. Does not know what
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
 from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
@@ -54,19 +53,12 @@ class RolloutRetrier:
 
         Raises the last try's error if the group cannot be trained; ``NoEngineError`` at once.
         """
-        group, outages = CollectedGroup(request, self._on_failed_samples), self._deadlines.outages
-        with self._in_flight_during(request):
-            num_tries = 0
-            while True:
-                num_over = outages.num_over
-                await self._try_into(group)
-                if group.missing and outages.met_since(num_over):
-                    await self._wait_out(request, group)
-                    continue
-                num_tries += 1
-                if not group.missing or num_tries > self._max_retries:
-                    break
-                await self._back_off(request, group, num_tries)
+        group, started = CollectedGroup(request, self._on_failed_samples), asyncio.get_running_loop().time()
+        self._in_flight[id(request)] = lambda: request.progress.statuses(request.prompt.uid, started)
+        try:
+            await self._try_until_complete(request, group)
+        finally:
+            del self._in_flight[id(request)]
         try:
             return group.finish()
         except Exception:
@@ -77,14 +69,21 @@ class RolloutRetrier:
         """Activity of each group in flight, in order of their start."""
         return [statuses() for statuses in self._in_flight.values()]
 
-    @contextmanager
-    def _in_flight_during(self, request: GroupRequest) -> Iterator[None]:
-        started = asyncio.get_running_loop().time()
-        self._in_flight[id(request)] = lambda: request.progress.statuses(request.prompt.uid, started)
-        try:
-            yield
-        finally:
-            del self._in_flight[id(request)]
+    async def _try_until_complete(self, request: GroupRequest, group: CollectedGroup) -> None:
+        """Try until no sample of ``group`` is missing or the retries are used up."""
+        outages, num_tries = self._deadlines.outages, 0
+        while True:
+            num_over = outages.num_over
+            await self._try_into(group)
+            if not group.missing:
+                return
+            if outages.met_since(num_over):
+                await self._wait_out(request, group)
+                continue
+            num_tries += 1
+            if num_tries > self._max_retries:
+                return
+            await self._back_off(request, group, num_tries)
 
     async def _wait_out(self, request: GroupRequest, group: CollectedGroup) -> None:
         """Wait for the end of the outage in which samples failed."""

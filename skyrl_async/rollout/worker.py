@@ -8,8 +8,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from skyrl_async.config.schema.fields import from_section
@@ -34,9 +33,9 @@ from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.rollout.sampler import GenerationClient, TokenUsage, recording_tokens_to
 from skyrl_async.rollout.staleness import STALENESS_POLICIES, Admission, _AsyncStalenessManager
 from skyrl_async.runtime.progress import GroupProgress, RolloutStatus
-from skyrl_async.runtime.stages import StageBoard
+from skyrl_async.runtime.stages import Lane, StageBoard
 from skyrl_async.runtime.tasks import Turns
-from skyrl_async.samples import live_samples_of, samples_of
+from skyrl_async.samples import samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -269,23 +268,33 @@ class GenerationWorkers:
 
         Admissions bound the number of groups.
         """
-        with self._stopping_all_on_failure(), self.board.stage("dataloader").lane() as lane:
-            while True:
-                await self._turns.next()
-                lane.wait_for_input()
-                lane.process("prompt")
-                lane.wait_for_output()
-                admission = await self.staleness.acquire_submission_slot()
-                drawn = await self.dataloader.get_next_non_consumed_data()
-                if drawn is None:
-                    await self.staleness.on_rollout_rejected(admission)
-                    return
-                key, prompt = drawn
-                lane.process(prompt.uid)
-                started = asyncio.get_running_loop().time()
-                group = _GroupInFlight(admission=admission, key=key, prompt=prompt, started=started)
-                self._in_flight[admission.index] = group
-                self._start(group, tasks)
+        try:
+            with self.board.stage("dataloader").lane() as lane:
+                while True:
+                    await self._turns.next()
+                    if not await self._start_group(lane, tasks):
+                        return
+        except Exception as error:
+            self._stop_all(error)
+            raise
+
+    async def _start_group(self, lane: Lane, tasks: asyncio.TaskGroup) -> bool:
+        """Start the next group once it is admitted; False when the data has ended."""
+        lane.wait_for_input()
+        lane.process("prompt")
+        lane.wait_for_output()
+        admission = await self.staleness.acquire_submission_slot()
+        drawn = await self.dataloader.get_next_non_consumed_data()
+        if drawn is None:
+            await self.staleness.on_rollout_rejected(admission)
+            return False
+        key, prompt = drawn
+        lane.process(prompt.uid)
+        started = asyncio.get_running_loop().time()
+        group = _GroupInFlight(admission=admission, key=key, prompt=prompt, started=started)
+        self._in_flight[admission.index] = group
+        self._start(group, tasks)
+        return True
 
     def _start(self, group: _GroupInFlight, tasks: asyncio.TaskGroup) -> None:
         index = group.admission.index
@@ -298,11 +307,7 @@ class GenerationWorkers:
         """
         uid, board = group.prompt.uid, self.board
         try:
-            with (
-                self._stopping_all_on_failure(),
-                board.stage("generate").lane() as generate,
-                board.stage("rollout").lane() as rollout,
-            ):
+            with board.stage("generate").lane() as generate, board.stage("rollout").lane() as rollout:
                 rollout.wait_for_input()
                 await self._turns.next()
                 try:
@@ -315,18 +320,16 @@ class GenerationWorkers:
                 else:
                     with rollout.processing(uid):
                         await self._finish(group, result)
+        except Exception as error:
+            self._stop_all(error)
+            raise
         finally:
             self._group_tasks.pop(group.admission.index, None)
 
-    @contextmanager
-    def _stopping_all_on_failure(self) -> Iterator[None]:
-        """A failure inside ends every group, and no further one is started."""
-        try:
-            yield
-        except Exception as error:
-            self._tasks = None
-            self._on_failure(error)
-            raise
+    def _stop_all(self, error: Exception) -> None:
+        """A failure ends every group, and no further one is started."""
+        self._tasks = None
+        self._on_failure(error)
 
     def _remove(self, group: _GroupInFlight) -> None:
         """The group is no longer in flight."""
@@ -351,18 +354,18 @@ class GenerationWorkers:
         self._failures.count(uid, failure, share=num_failed / num_samples)
 
     def _count(self, result: RolloutResult) -> None:
-        rows, figures = result.trajectories, [sample.rows[0].metrics for sample in samples_of(result.trajectories)]
-        self._counts.update(
-            groups=1,
-            trajectories=len(live_samples_of(rows)),
-            tokens=sum(row.num_sampled_tokens for row in rows),
-            aborts=sum(row.num_aborts for row in rows),
-            failed_samples=result.num_failed,
-            ended_samples=self._num_samples,
-            lost_samples=result.num_failed,
-            side_tokens=sum(int(of.get("agent/side_tokens", 0)) for of in figures),
-            cut_short_samples=sum(int(of.get("agent/cut_short", 0)) for of in figures),
-        )
+        counts = self._counts
+        counts["groups"] += 1
+        counts["failed_samples"] += result.num_failed
+        counts["ended_samples"] += self._num_samples
+        counts["lost_samples"] += result.num_failed
+        for row in result.trajectories:
+            counts["tokens"] += row.num_sampled_tokens
+            counts["aborts"] += row.num_aborts
+        for sample in samples_of(result.trajectories):
+            counts["trajectories"] += sample.is_live
+            counts["side_tokens"] += int(sample.rows[0].metrics.get("agent/side_tokens", 0))
+            counts["cut_short_samples"] += int(sample.rows[0].metrics.get("agent/cut_short", 0))
 
     async def _fail(self, group: _GroupInFlight, error: Exception) -> None:
         self._remove(group)

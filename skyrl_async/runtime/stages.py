@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from skyrl_async.errors import ChannelClosedError, StageError
 from skyrl_async.runtime.tasks import Changes
@@ -111,21 +111,13 @@ class Stage:
         """State of the busiest lane; waiting for input between items."""
         return self._shown[0]
 
-    @contextmanager
-    def lane(self) -> Iterator["Lane"]:
-        """Work on items one after another in the block; an error that leaves the block fails the stage.
+    def lane(self) -> "Lane":
+        """For work on items one after another in a ``with`` block; an error that leaves the block fails the stage.
 
         Raises ``StageError`` when the stage is done or failed.
         """
         self._raise_if(StageState.DONE, StageState.ERROR)
-        lane = Lane(self)
-        try:
-            yield lane
-        except Exception as error:
-            self.fail(error, lane)
-            raise
-        finally:
-            lane.leave()
+        return Lane(self)
 
     def finish(self) -> None:
         """Note that no item will follow. Raises ``StageError`` while an item is in the stage; no-op after an error."""
@@ -246,6 +238,14 @@ class Lane:
         self._is_counted = False
         self.item = ""
         """Item in the lane."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._stage.fail(error, self)
+        self.leave()
 
     def wait_for_input(self, item: str = "") -> None:
         """Wait for the next item; or, with ``item``, let that item wait for devices that others use."""

@@ -5,22 +5,24 @@ Callers tell errors apart by class, which an ``ExceptionGroup`` hides.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-@asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+class task_group(asyncio.TaskGroup):
     """An ``asyncio.TaskGroup`` whose first failure is raised bare, once every other task has been cancelled."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-    except BaseExceptionGroup as failures:
-        root = first_failure(failures)
-        raise root from root.__cause__
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup as failures:
+            root = first_failure(failures)
+            raise root from root.__cause__
 
 
 async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[T, ...]:

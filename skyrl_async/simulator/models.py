@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import TokenIds
+from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
@@ -118,7 +118,7 @@ class ModelledGenerator:
         saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
-        prompt = [ord(c) for c in request.prompt.uid]
+        prompt = token_ids([ord(c) for c in request.prompt.uid])
         completion = await self._sampler.generate_tokens(
             prompt,
             replace(request.sampling, seed=seed),
