@@ -10,6 +10,7 @@ probe sees that wants to wake every 5 ms. Each row is run without checkpoints an
 
 import asyncio
 import gc
+import itertools
 import math
 import sys
 import tempfile
@@ -48,6 +49,8 @@ GROUP_SIZE = 2
 TURN_TOKENS = 4096
 """Of a session's turn; short answers are one turn."""
 PROBE_S = 0.005
+OBSERVATION_TOKENS = 16
+"""Of a session's prompt and between its turns."""
 TOKENS_PER_SECOND = 500_000
 """Of all engines together."""
 MIN_TOKENS = 4_000_000
@@ -74,7 +77,8 @@ class Answers(ModelledGenerator):
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
-        self._rng = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
+        self._observations = itertools.cycle(rng.integers(0, 100, (4096, OBSERVATION_TOKENS), dtype=np.int32))
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         if index % 2 == 0:
@@ -85,7 +89,7 @@ class Answers(ModelledGenerator):
             messages.append({"role": "user", "content": f"{request.prompt.uid} {number}"})
             match = tree.match(messages)
             known = token_ids(()) if match.turn is None else match.turn.token_ids
-            prompt = np.concatenate([known, self._rng.integers(0, 100, 16, dtype=np.int32)])
+            prompt = np.concatenate([known, next(self._observations)])
             completion = await self._sampler.generate_tokens(prompt, sampling, priority=request.priority)
             reply = {"role": "assistant", "content": f"{number}"}
             tree.commit(match, messages, reply, completion)

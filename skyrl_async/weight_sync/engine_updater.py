@@ -173,16 +173,17 @@ class EngineWeightUpdater:
         return min(paused_at, default=asked) - asked
 
     async def _rearrange(self, engines: Engines) -> None:
-        """Move requests to the engines where they belong: their keys and values are computed anew in any case."""
+        """Move requests to the engines where they belong: their keys and values are computed anew in any case. An engine that dies
+        stays in the list."""
         leaving = self.client.pool.rearrange()
         at_once = max(1, _MAX_EVICTED_AT_ONCE // max(1, len(engines)))
 
         async def evict(engine: InferenceEngine) -> None:
-            request_ids = leaving.get(engine.name, ())
+            request_ids = leaving[engine.name]
             for begin in range(0, len(request_ids), at_once):
                 await engine.evict(request_ids[begin : begin + at_once])
 
-        await self._on_each("evict", evict, engines)
+        await self._on_each("evict", evict, [engine for engine in engines if engine.name in leaving])
 
     async def _roll_back(
         self, engines: Engines, before: WeightUpdate | None, version: int, broken: Collection[str]
@@ -227,6 +228,8 @@ class EngineWeightUpdater:
 
 async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_s: float | None) -> Any:
     """The engine's answer. Raises ``EngineDeadError`` if it does not come in time."""
+    if timeout_s is None:
+        return await call(engine)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             return await call(engine)

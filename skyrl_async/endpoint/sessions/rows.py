@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_async.chat.messages import row_messages
-from skyrl_async.columns import NO_TOKENS, Logprobs, Mask, TokenIds, VersionSpans
+from skyrl_async.columns import Logprobs, Mask, TokenIds, VersionSpans
 from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
@@ -88,14 +88,16 @@ def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajecto
     first, last = branch.path[0].addition, branch.path[-1].addition
     for turn, mask in zip(branch.path, branch.masks, strict=True):
         added = turn.addition
-        between = NO_TOKENS if added is first else added.prompt_token_ids
-        token_ids += between, added.token_ids
-        loss_mask += np.zeros(len(between), np.bool_), mask
-        logprobs += np.zeros(len(between), np.float32), np.where(mask, added.logprobs, np.float32(0.0))
-        versions += (
-            VersionSpans.constant(ENVIRONMENT_VERSION, len(between)),
-            added.versions.masked(mask, ENVIRONMENT_VERSION),
-        )
+        if added is not first:
+            between = added.prompt_token_ids
+            token_ids.append(between)
+            loss_mask.append(np.zeros(len(between), np.bool_))
+            logprobs.append(np.zeros(len(between), np.float32))
+            versions.append(VersionSpans.constant(ENVIRONMENT_VERSION, len(between)))
+        token_ids.append(added.token_ids)
+        loss_mask.append(mask)
+        logprobs.append(np.where(mask, added.logprobs, np.float32(0.0)))
+        versions.append(added.versions.masked(mask, ENVIRONMENT_VERSION))
     return Trajectory(
         prompt_token_ids=first.prompt_token_ids,
         response_token_ids=np.concatenate(token_ids),
