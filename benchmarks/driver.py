@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +42,7 @@ from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.runtime.garbage import collect_rarely
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
-from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings
+from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings, lognormal_length
 from skyrl_async.types import Group, Message, PauseMode, SamplingParams, Trajectory
 
 GROUP_SIZE = 2
@@ -154,6 +154,13 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
     )
 
 
+def drawn_lengths(settings: SimulationSettings) -> Callable[[tuple[int, ...], int | None], int]:
+    """Lengths as the simulation's, drawn beforehand: to seed a generator for each would take a twentieth of the processor's time."""
+    length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
+    drawn = [length((), number) for number in range(1 << 12)]
+    return lambda prompt, seed: drawn[hash((prompt, seed)) % len(drawn)]
+
+
 class Record(SampleRecord):
     """The record of a run, which also keeps the groups of the last step, and knows its thread's CPU-seconds."""
 
@@ -190,6 +197,9 @@ async def _simulate(settings: SimulationSettings, checkpoint_dir: Path | None, r
         generator_over=Answers,
         record=record,
     )
+    length = drawn_lengths(settings)
+    for engine in simulation.engines:
+        engine.num_tokens_of = length
     probe = Probe()
     collect_rarely()
     async with probe.watching():

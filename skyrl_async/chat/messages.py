@@ -110,8 +110,11 @@ def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, A
     return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
 
 
-def row_messages(messages: Sequence[Message]) -> list[RowMessage]:
-    """The roles, tool calls and observations of messages in OpenAI's chat form, as any client may send them. Raises nothing."""
+def row_messages(messages: Sequence[Message], start: int = 0, **others: Any) -> list[RowMessage]:
+    """The roles, tool calls and observations of messages in OpenAI's chat form, as any client may send them. Raises nothing.
+
+    ``start`` and ``others`` are fields of each ``RowMessage`` that messages do not tell.
+    """
     found: list[RowMessage] = []
     names: dict[str, str] = {}
     for message in messages:
@@ -122,10 +125,11 @@ def row_messages(messages: Sequence[Message]) -> list[RowMessage]:
         found.append(
             RowMessage(
                 role="system" if role == "developer" else role,
-                start=0,
+                start=start,
                 tool_calls=calls,
                 tool_call_id=str(call_id) if is_observation and call_id else None,
                 name=str(name) if name else None,
+                **others,
             )
         )
     return found

@@ -55,10 +55,10 @@ class SampleProgress:
     def __init__(self, sample_index: int) -> None:
         self.sample_index = sample_index
         self.turn: int | None = None
-        self.began = asyncio.get_running_loop().time()
         self.engines: dict[str, None] = {}
         """All that have sampled it, in order of their first call."""
         self.enter("generating")
+        self.began = self.since
 
     def enter(self, phase: str, *, turn: int | None = None) -> None:
         """Begin a phase; the turn stays the same unless it is given."""

@@ -78,11 +78,12 @@ class _SharedSpeed:
         """Whole tokens that the call has got so far."""
         return math.floor(self.progress - call.started + _ROUNDING)
 
-    def add_calls(self, number: int) -> None:
-        """So many calls more run; fewer where negative."""
+    def add_calls(self, number: int) -> float:
+        """So many calls more run; fewer where negative. Returns ``progress``."""
         self._advance()
         self._num_running += number
         self._set_timer()
+        return self._progress
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
@@ -269,8 +270,7 @@ class ModelledEngine:
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
-        self._shared.add_calls(1)
-        call = _Call(request, min(num_left, longest), end, started=self._shared.progress)
+        call = _Call(request, min(num_left, longest), end, started=self._shared.add_calls(1))
         self._calls[call] = None
         return call
 

@@ -118,8 +118,9 @@ def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajecto
 def _messages(path: Sequence[Turn]) -> Iterator[RowMessage]:
     place = 0
     for turn in path:
-        added, (reply,) = turn.addition, row_messages([turn.message])
-        yield from (replace(message, start=place) for message in turn.before)
+        added = turn.addition
+        yield from (replace(message, start=place) if place else message for message in turn.before)
         place += len(added.prompt_token_ids)
-        yield replace(reply, start=place, is_reply=True, engines=added.engines, engine_seconds=added.engine_seconds)
+        of_reply = {"is_reply": True, "engines": added.engines, "engine_seconds": added.engine_seconds}
+        yield from row_messages([turn.message], place, **of_reply)
         place += len(added.token_ids)
