@@ -197,6 +197,7 @@ class InferenceEngineClient:
             states_in.setdefault(self.pool.engine_of(generation_id), []).append(state)
 
         async def fetch(engine: InferenceEngine) -> None:
+            await self._turns.next()  # engines may answer all at once
             try:
                 await fetch_partial_outputs(engine, states_in.get(engine.name, ()))
             except EngineDeadError as error:

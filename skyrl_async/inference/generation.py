@@ -61,6 +61,7 @@ class GenerationState:
         self._is_call_open = False
         self._num_before_call = 0
         self._engine_output: EngineOutput | None = None
+        """All tokens, as the engine of the open call has told."""
         self.has_stop_string = False
         """Whether a stop string has ended the generation."""
 
@@ -118,24 +119,30 @@ class GenerationState:
         return self._remaining_request(request, self.call_id)
 
     def set_engine_output(self, outputs: Mapping[str, EngineOutput]) -> None:
-        """Remember the open call's tokens that its engine has not handed over yet. ``outputs``: request id -> all tokens of that call."""
-        if self.call_id is not None and self.call_id in outputs:
-            self._engine_output = outputs[self.call_id]
+        """Remember the open call's tokens that its engine has not handed over yet. ``outputs``: request id -> all tokens of that call.
+
+        They are joined here, because ``partial_output`` is called for thousands of generations in one step of the event loop.
+        """
+        output = outputs.get(self.call_id or "")
+        if output is None:
+            return
+        if not self._has_logprobs:
+            output = replace(output, logprobs=NO_LOGPROBS)
+        if self._num_before_call:
+            self._engine_output = joined([head_of(self.output(), self._num_before_call), output])
+            return
+        num_aborts = self._num_aborts_so_far + output.num_aborts
+        self._engine_output = replace(output, num_aborts=num_aborts, num_cached_tokens=self.num_cached_tokens or 0)
 
     def partial_output(self) -> EngineOutput:
         """All tokens known, including those that the engine has not handed over; the finish reason is set once an engine ended it.
 
         It is None where a stop string did: whoever continues from the tokens finds the string again.
         """
-        outputs = self._engine_output
-        if outputs is None or self._num_before_call + len(outputs.token_ids) <= self.num_tokens:
-            return replace(self.output(), finish_reason=None if self.has_stop_string else self.finish_reason)
-        if not self._has_logprobs:
-            outputs = replace(outputs, logprobs=NO_LOGPROBS)
-        if self._num_before_call:
-            return joined([head_of(self.output(), self._num_before_call), outputs])
-        num_aborts = self._num_aborts_so_far + outputs.num_aborts
-        return replace(outputs, num_aborts=num_aborts, num_cached_tokens=self.num_cached_tokens or 0)
+        found = self._engine_output
+        if found is not None and len(found.token_ids) > self.num_tokens:
+            return found
+        return EngineOutput(**self.fields() | {"finish_reason": None if self.has_stop_string else self.finish_reason})
 
     def truncate(self, num_tokens: int) -> None:
         """Keep ``num_tokens``: a stop string has ended the generation there."""

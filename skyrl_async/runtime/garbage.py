@@ -25,7 +25,7 @@ def collect_rarely() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 1_000, 100_000)
+    gc.set_threshold(50_000, 1_000, 100_000)
     atexit.register(gc.unfreeze)  # or libraries say at the end that they leak
     _tend(asyncio.get_running_loop(), itertools.count(1), 0)
 
