@@ -40,6 +40,7 @@ class StageState(Enum):
 
 _S = StageState
 _BY_PRECEDENCE = (_S.PROCESSING, _S.WAITING_FOR_OUTPUT, _S.WAITING_FOR_INPUT)
+_RANKS = dict.fromkeys(StageState, len(_BY_PRECEDENCE)) | {state: rank for rank, state in enumerate(_BY_PRECEDENCE)}
 _NEXT = {
     _S.IDLE: {_S.WAITING_FOR_INPUT},
     _S.WAITING_FOR_INPUT: {_S.PROCESSING, _S.DONE},
@@ -99,6 +100,7 @@ class Stage:
         self._on_left = on_left
         self._lanes: dict[StageState, dict[Lane, None]] = {state: {} for state in StageState}
         self._shown = (StageState.IDLE, "")
+        self._shown_lane: Lane | None = None
         self._since = clock()
         self._end: StageState | None = None
         self._num_processed = 0
@@ -160,15 +162,21 @@ class Stage:
             raise StageError(f"stage {self.name} is {self._end.value}: it takes no further item")
 
     def _moved(self, lane: "Lane", before: StageState, after: StageState) -> None:
+        """A lane has moved. Of thousands of lanes, few are busier than the one that is shown."""
         self._lanes[before].pop(lane, None)
         if after is not StageState.DONE:
             self._lanes[after][lane] = None
-        if self._end is None:
+        is_shown = lane is self._shown_lane or self._shown_lane is None
+        if self._end is None and (is_shown or _RANKS[after] < _RANKS[self._shown[0]]):
             self._show()
 
     def _show(self, item: str = "") -> None:
         """Show the busiest lane; when state or item change, count the time spent with the ones before."""
-        shown = self._busiest() if self._end is None else (self._end, item)
+        if self._end is None:
+            state, self._shown_lane = self._busiest()
+            shown = state, "" if self._shown_lane is None else self._shown_lane.item
+        else:
+            shown = self._end, item
         if shown == self._shown:
             return
         now = self._clock()
@@ -176,12 +184,12 @@ class Stage:
         self._on_left(self.name, *self._shown, self._since, now)
         self._shown, self._since = shown, now
 
-    def _busiest(self) -> tuple[StageState, str]:
-        """State and item of the busiest lane."""
+    def _busiest(self) -> tuple[StageState, "Lane | None"]:
+        """The busiest lane and its state."""
         for state in _BY_PRECEDENCE:
             if lanes := self._lanes[state]:
-                return state, next(iter(lanes)).item
-        return StageState.WAITING_FOR_INPUT, ""
+                return state, next(iter(lanes))
+        return StageState.WAITING_FOR_INPUT, None
 
 
 class StageBoard:
