@@ -79,19 +79,19 @@ class GenerationState:
         """Append a block. Raises ``InferenceError`` if a token lacks its log-prob or version."""
         if not self._has_logprobs:
             output = replace(output, logprobs=NO_LOGPROBS)
-        num_logprobs = len(output.token_ids) if self._has_logprobs else 0
-        if len(output.token_ids) != len(output.versions) or len(output.logprobs) != num_logprobs:
+        num_tokens, num_logprobs, num_versions = len(output.token_ids), len(output.logprobs), len(output.versions)
+        if num_tokens != num_versions or num_logprobs != (num_tokens if self._has_logprobs else 0):
             raise InferenceError(
-                f"an engine returned {len(output.token_ids)} tokens with {len(output.logprobs)} log-probs and "
-                f"{len(output.versions)} versions; every token needs one of each"
+                f"an engine returned {num_tokens} tokens with {num_logprobs} log-probs and {num_versions} versions; "
+                "every token needs one of each"
             )
-        if len(output.token_ids):
+        if num_tokens:
             if self.num_cached_tokens is None:
                 self.num_cached_tokens = output.num_cached_tokens
             self._blocks.append(output)
             if len(self._blocks) > _MAX_BLOCKS:
                 self._blocks = [joined(self._blocks)]
-            self.num_tokens += len(output.token_ids)
+            self.num_tokens += num_tokens
         self.num_aborts += output.num_aborts
         if output.finish_reason is None:
             return
