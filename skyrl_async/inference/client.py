@@ -323,8 +323,8 @@ class InferenceEngineClient:
         slot = self.pool.begin_call(session_id, generation_id, request, began)
         report_engine(slot.engine.name)
         state.engines[slot.engine.name] = None
-        blocks = slot.engine.stream(request) if streams else generate_once(slot.engine, request)
         try:
+            blocks = slot.engine.stream(request) if streams else generate_once(slot.engine, request)
             async with aclosing(blocks):
                 while True:
                     with slot.cut_off.block():
