@@ -2,39 +2,50 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from skyrl_async.config.from_skyrl import command_for
-from skyrl_async.config.help import help_text
-from skyrl_async.config.load import built, compose_config, load, to_yaml
+from skyrl_async.config.help import all_keys, help_text
+from skyrl_async.config.load import built, compose_config, load, quoted, to_yaml
+from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 _USAGE_EXIT_CODE = 2
+_END = "--"
+"""Ends the settings; an agent's command follows."""
+_HARNESSES = ("generator.command", "generator.entrypoint", "generator.harness")
 
 
 def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[str] | None = None) -> int:
     """Read the command line, and call ``task_function`` with the checked config and the overrides that made it.
 
+    What follows ``--`` is an agent's command; the overrides hold it as ``generator.kind`` and ``generator.command``.
+
     Returns the exit code: the function's own, 0 after ``--help``, ``--cfg job`` and ``--from-skyrl``, 2 after one line on standard error
     when the command line is wrong (then nothing was started).
     """
     try:
-        arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        settings, agent = _split(sys.argv[1:] if argv is None else argv)
+        arguments = _parse_arguments(settings)
         overrides: list[str] = arguments.overrides
         if arguments.help:
             sys.stdout.write(help_text())
             return 0
         if arguments.from_skyrl is not None:
-            if overrides:
+            if overrides or agent is not None:
+                found = repr(overrides[0]) if overrides else _END
                 raise ConfigError(
-                    f"--from-skyrl takes a script alone, got {overrides[0]!r} too; give keys to the command it prints"
+                    f"--from-skyrl takes a script alone, got {found} too; give keys to the command it prints"
                 )
             sys.stdout.write(command_for(arguments.from_skyrl, os.environ))
             return 0
+        if agent is not None:
+            overrides = [*overrides, *_overrides_of(agent, overrides)]
         composed = compose_config(overrides, arguments.config)
         if arguments.cfg:
             sys.stdout.write(to_yaml(built(composed)))
@@ -44,6 +55,33 @@ def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[st
         sys.stderr.write(f"error: {error}\n")
         return _USAGE_EXIT_CODE
     return task_function(config, overrides)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The settings, and the words of the agent's command after ``--``; None without it."""
+    words = list(argv)
+    at = words.index(_END) if _END in words else len(words)
+    return words[:at], words[at + 1 :] if at < len(words) else None
+
+
+def _overrides_of(agent: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides that make ``agent``, a command's words, the harness of a run. Raises ``ConfigError`` beside other ``overrides``."""
+    if not any(word.strip() for word in agent):
+        raise ConfigError(f"{_END} must be followed by the agent's command, such as: {_END} python agent.py")
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key in _HARNESSES and value != "null":
+            raise ConfigError(f"{key} must not be given beside a command after {_END}, got {text!r}; leave one out")
+        if key in ("generator", "generator.kind") and value != "agent":
+            raise ConfigError(f"{key} must be agent with a command after {_END}, got {value!r}; leave it out")
+    for text in agent:
+        key, _, value = text.partition("=")
+        if "=" in text and (key in all_keys() or value in GROUPS.get(key, ())):
+            raise ConfigError(
+                f"{text} must stand before {_END}, after which all is the agent's command; if it is the agent's, write the "
+                "command as generator.command=..."
+            )
+    return ["generator.kind=agent", f"generator.command={quoted(shlex.join(agent))}"]
 
 
 class _Parser(argparse.ArgumentParser):

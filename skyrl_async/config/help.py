@@ -17,6 +17,7 @@ _EXAMPLES = (
     ("the multi-turn task", "task=relay"),
     ("synchronous training, for comparison", "trainer.max_staleness_steps=0"),
     ("environments played over /chat/completions", "generator.kind=gym_http"),
+    ("your own agent, a program that asks an OpenAI endpoint", "generator=agent -- python agent.py --fast"),
     ("your own model and data", "policy=hf policy.path=DIR task=dataset 'task.train_files=[train.jsonl]'"),
     ("two GPUs: one samples, one trains", "policy=hf policy.path=DIR engine.device=cuda training.device=cuda"),
     ("continue a run", "--config outputs/RUN/config.yaml trainer.output_dir=outputs/RUN trainer.resume_mode=latest"),
@@ -86,12 +87,13 @@ def help_text(width: int = 100) -> str:
     lines = [
         "skyrl_async: a fully asynchronous RL trainer for language-model agents.",
         "",
-        f"usage: {command} [key=value ...] [group=option ...] [--config FILE] [--cfg job] [--help]",
+        f"usage: {command} [key=value ...] [group=option ...] [--config FILE] [--cfg job] [--help] [-- COMMAND]",
         "",
         "  --config FILE  start from a yaml file, such as a run's config.yaml, instead of the groups' defaults",
         "  --cfg job      print the whole configuration as yaml and stop",
         "  --from-skyrl SCRIPT  print our command for a launch script of SkyRL's and stop",
         "  --help         print this and stop",
+        "  -- COMMAND     train through an agent: the rest of the line is its command (sets generator.kind and generator.command)",
         "",
         "examples:",
     ]

@@ -137,7 +137,8 @@ def generator_rules(config: Config) -> Iterator[str]:
     named = [f"generator.{key}" for key in harnesses if getattr(generator, key) is not None]
     if is_agent and len(named) != 1:
         expected = "one of generator.harness, generator.command and generator.entrypoint"
-        yield f"{expected} must be set with generator=agent, got {' and '.join(named) or 'none of them'}"
+        hint = "" if named else "; a command may follow at the end, after --"
+        yield f"{expected} must be set with generator=agent, got {' and '.join(named) or 'none of them'}{hint}"
     if task.name == HARBOR_TASK and (not is_agent or generator.harness is None):
         found = kind if not is_agent else ", ".join(named)
         yield f"generator.harness must name an agent with task=harbor (generator=agent generator.harness=terminus-2), got {found}"
