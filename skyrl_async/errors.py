@@ -19,6 +19,7 @@ SkyRLAsyncError
 |       `-- SessionNotFoundError  no session has that name
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
+|   |-- AgentsFailedError   no agent of a run can work, as its first samples show
 |   `-- OutageError         nothing could be sampled: no endpoint or no engine answered; not the rollout's fault
 |-- TrainingError           a policy worker failed, or its results are not finite
 |   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or fails
@@ -128,8 +129,16 @@ class OutageError(GenerationError):
     """Nothing could be sampled: no endpoint or no engine answered. Not the rollout's fault."""
 
 
+class AgentsFailedError(GenerationError):
+    """No agent of a run can work, as its first samples show: the run ends at once, and nothing is tried again."""
+
+
 class EnvironmentFailedError(GenerationError):
     """What an agent works in could not be made, or was lost. Not the agent's fault: no reward is known."""
+
+
+ENDS_RUN = (NoEngineError, AgentsFailedError)
+"""Raised by a generator, these end the run at once: no further try can succeed."""
 
 
 class TrainingError(SkyRLAsyncError):
@@ -154,6 +163,12 @@ class WorkerDiedError(TrainingError):
 
 class DeadlineError(SkyRLAsyncError):
     """A wait took longer than its deadline; says what is stuck."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's class, and the first and the last line of its message."""
+    first, *others = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}{f' ... {others[-1].strip()}' if others else ''}"
 
 
 def did_you_mean(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_async.config.schema.generator import OnFailedSamples
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import GenerationError, in_one_line
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.samples import live_samples_of
 from skyrl_async.types import Trajectory
@@ -53,6 +53,11 @@ class CollectedGroup:
         if self._complete is not None:
             return ()
         return tuple(index for index in self._request.indices if index not in self._rows)
+
+    @property
+    def reason(self) -> str:
+        """The failure in one line."""
+        return "" if self.failure is None else in_one_line(self.failure)
 
     @property
     def num_tokens(self) -> int:

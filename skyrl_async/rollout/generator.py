@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from skyrl_async.errors import NoEngineError
+from skyrl_async.errors import ENDS_RUN
 from skyrl_async.rollout.group_state import SampleStates
 from skyrl_async.rollout.sampler import record_tokens
 from skyrl_async.runtime.progress import GroupProgress
@@ -91,8 +91,8 @@ async def run_samples(
 ) -> tuple[T, ...]:
     """Run the requested samples concurrently, and return their results in order.
 
-    If some fail, the others run to their end, and the first failure is raised unchanged. ``NoEngineError`` is raised at once and
-    cancels the others.
+    If some fail, the others run to their end, and the first failure is raised unchanged. The errors of ``ENDS_RUN`` are raised at once and
+    cancel the others.
 
     Args:
         request: names the samples, and keeps finished ones.
@@ -113,7 +113,7 @@ async def run_samples(
         try:
             with request.progress.playing(index):
                 results[index] = await run(index)
-        except NoEngineError:
+        except ENDS_RUN:
             raise
         except Exception as error:  # a sample may fail in any way: raised once the others are done
             failures[index] = error

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples
-from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
+from skyrl_async.errors import ENDS_RUN, DeadlineError, GenerationError
 from skyrl_async.rollout.failed_samples import CollectedGroup, RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, does_keep_samples
 from skyrl_async.rollout.sampler import record_wasted
@@ -51,7 +51,7 @@ class RolloutRetrier:
     async def run_rollout(self, request: GroupRequest) -> RolloutResult:
         """Try until the group is complete or the retries are used up; a retry generates only the missing samples.
 
-        Raises the last try's error if the group cannot be trained; ``NoEngineError`` at once.
+        Raises the last try's error if the group cannot be trained; those of ``ENDS_RUN`` at once.
         """
         group, started = CollectedGroup(request, self._on_failed_samples), asyncio.get_running_loop().time()
         self._in_flight[id(request)] = lambda: request.progress.statuses(request.prompt.uid, started)
@@ -87,14 +87,14 @@ class RolloutRetrier:
 
     async def _wait_out(self, request: GroupRequest, group: CollectedGroup) -> None:
         """Wait for the end of the outage in which samples failed."""
-        logger.warning("%s in an outage, and is tried again after it: %r", group, group.failure)
+        logger.warning("%s in an outage, and is tried again after it: %s", group, group.reason)
         request.progress.enter("waiting for the end of an outage")
         await self._deadlines.outages.wait_until_over()
         request.progress.enter("generating")
 
     async def _back_off(self, request: GroupRequest, group: CollectedGroup, num_tries: int) -> None:
         delay, num_left = self._backoff.seconds(num_tries - 1, request.seed), self._max_retries - num_tries + 1
-        logger.warning("%s, %d more tries, the next in %.1f s: %r", group, num_left, delay, group.failure)
+        logger.warning("%s, %d more tries, the next in %.1f s: %s", group, num_left, delay, group.reason)
         self.num_retries += 1
         request.progress.enter("waiting for a retry")
         await asyncio.sleep(delay)
@@ -105,7 +105,7 @@ class RolloutRetrier:
         request = group.next_request()
         try:
             trajectories = await self._try(request)
-        except NoEngineError:
+        except ENDS_RUN:
             raise
         except Exception as error:
             group.add_failure(error, request.sample_states.finished if does_keep_samples(self._generator) else {})

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
-from skyrl_async.errors import NoEngineError
+from skyrl_async.errors import ENDS_RUN, in_one_line
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -313,7 +313,7 @@ class GenerationWorkers:
                 try:
                     with generate.processing(uid), recording_tokens_to(group.token_usage):
                         result = await self.generate(group.admission, group.prompt, group.sample_states, group.progress)
-                except NoEngineError:
+                except ENDS_RUN:
                     raise
                 except Exception as error:
                     await self._fail(group, error)
@@ -374,7 +374,7 @@ class GenerationWorkers:
         await self.staleness.on_rollout_rejected(group.admission)
         self.buffer.notify()
         self._counts.update(failed_groups=1, ended_samples=self._num_samples, lost_samples=self._num_samples)
-        logger.error("rollout of %s failed for good: %r", group.prompt.uid, error)
+        logger.error("rollout of %s failed for good: %s", group.prompt.uid, in_one_line(error))
         self._failures.count(group.prompt.uid, error)
 
     def _record_failed(

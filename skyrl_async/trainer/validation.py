@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import GenerationError, NoEngineError
+from skyrl_async.errors import ENDS_RUN, GenerationError, in_one_line
 from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
@@ -98,8 +98,8 @@ class Evaluator:
         ``version`` is the one served now, for the record. With the priority of a group admitted now, neither these requests nor
         training starve.
 
-        A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and
-        ``NoEngineError``.
+        A prompt whose rollouts fail is counted and left out. Raises ``GenerationError`` when all of them fail, and the errors of
+        ``ENDS_RUN``.
         """
         prompts = self._prompts[:num_prompts]
         if not prompts:
@@ -123,10 +123,10 @@ class Evaluator:
                     rows = await self._retrier.generate(request)
                     self._record_ended(request, version, rows, loop.time() - started)
                     return rows
-                except NoEngineError:
+                except ENDS_RUN:
                     raise
                 except Exception as error:
-                    logger.error("evaluation of %s failed for good: %r", prompt.uid, error)
+                    logger.error("evaluation of %s failed for good: %s", prompt.uid, in_one_line(error))
                     failures.append((prompt, error))
                     self._record_ended(request, version, (), loop.time() - started, error)
                     return ()

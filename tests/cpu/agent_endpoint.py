@@ -28,6 +28,7 @@ class StandInSession:
     asked: dict[str, Any]
     state: str = "open"
     is_deleted: bool = False
+    num_requests: int = 0
     num_overflows: int = 0
     cap_reached: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -79,6 +80,7 @@ class StandIn:
                 "id": name,
                 "state": session.state,
                 "num_turns": len(session.replies),
+                "num_requests": session.num_requests,
                 "num_overflows": session.num_overflows,
                 "was_cut_short": bool(session.cap_reached),
                 "messages": session.messages,
@@ -105,6 +107,7 @@ class StandIn:
         session = self.sessions.get(_key(request).removeprefix("sk-"))
         if session is None or session.state != "open" or session.is_deleted:
             return refusal(401, "no open session has this key")
+        session.num_requests += 1
         if len(session.replies) >= self.max_turns:
             session.cap_reached = f"has sampled {self.max_turns} turns, the most it may"
             return refusal(401, session.cap_reached, "session_closed")

@@ -14,7 +14,7 @@ from skyrl_async.config.rules import algorithm, deepspeed, placement, policy
 from skyrl_async.config.rules.devices import has_distribution
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device
-from skyrl_async.config.schema.generator import GeneratorKind
+from skyrl_async.config.schema.generator import AgentAnswer, GeneratorKind
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.server import MAX_PORT
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
@@ -152,6 +152,8 @@ def generator_rules(config: Config) -> Iterator[str]:
     for key in ("harness", "command", "reward", "working_dir", "max_concurrent_agents"):
         if not is_agent and (value := getattr(generator, key)) is not None:
             yield f"generator.{key} needs generator=agent, got {value!r} with {kind}"
+    if generator.answer is AgentAnswer.stdout and generator.command is None:
+        yield "generator.answer must be last_message without generator.command, which prints, got stdout"
     own = "generator.reward" if generator.reward is not None else "generator.entrypoint"
     is_own_generator = generator.entrypoint is not None and not is_agent
     if task.reward is not None and (generator.reward is not None or is_own_generator):

@@ -8,6 +8,7 @@ from skyrl_async.config.schema.fields import bounded, require
 
 OnFailedSamples = StrEnum("OnFailedSamples", ["fill", "train_rest", "drop"])
 GeneratorKind = StrEnum("GeneratorKind", ["gym", "gym_http", "agent"])
+AgentAnswer = StrEnum("AgentAnswer", ["last_message", "stdout"])
 
 
 @dataclass
@@ -62,6 +63,10 @@ class GeneratorConfig:
     """How trials of task=harbor are played."""
     command: str | None = None
     """Command line of the harness, for kind=agent; gets OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the task in its environment."""
+    answer: AgentAnswer = AgentAnswer.last_message
+    """What is judged where generator.command writes no SKYRL_RESULT_FILE. last_message: the policy's last message, whatever the program
+    prints. stdout: all that the program prints, without the white space around it; for programs that print their answer and nothing else.
+    """
     reward: str | None = None
     """module:function that rewards an agent's episode, for kind=agent; null asks the prompt's environment."""
     agent_timeout_s: float = bounded(1800.0, gt=0)

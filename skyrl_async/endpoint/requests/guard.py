@@ -79,6 +79,7 @@ class KeyGuard:
         """The session of a key, and whether the key is a controller's."""
         session = None if key is None else self._sessions.authenticate(key)
         if session is not None:
+            session.num_requests += 1
             return session, False
         if self._run_digests or self._controller_digests:
             presented = key_digest(key or "")
@@ -90,7 +91,7 @@ class KeyGuard:
             return None, True
         raise ApiError(
             401,
-            "a valid key is needed: send it as Authorization: Bearer <key>",
+            "a valid key is needed: send it as Authorization: Bearer <key>; an agent's is in OPENAI_API_KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

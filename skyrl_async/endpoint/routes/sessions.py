@@ -42,7 +42,7 @@ class CreateSession(BaseModel):
 
 
 _SHOWN = (
-    *("id", "label", "state", "num_turns", "num_sampled_tokens", "num_requests_open", "num_overflows"),
+    *("id", "label", "state", "num_turns", "num_sampled_tokens", "num_requests", "num_requests_open", "num_overflows"),
     "was_cut_short",
 )
 _ROW = (

@@ -56,6 +56,8 @@ class Session:
         self._make_rows: Callable[[], tuple[Trajectory, ...]] | None = None
         self._making_rows = threading.Lock()
         self._created_at = self._active_at = now
+        self.num_requests = 0
+        """Requests that came with its key, whatever became of them."""
         self.num_requests_open = 0
         self.num_overflows = 0
         self._num_turns_at_overflow: int | None = None

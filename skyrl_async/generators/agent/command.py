@@ -10,7 +10,7 @@ programs; the next run in the same directory ends programs that the guard missed
 | `OPENAI_BASE_URL`, `OPENAI_API_BASE`, `OPENAI_API_KEY`, `OPENAI_MODEL` | the session at the endpoint, with `/v1` |
 | `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` | the same without `/v1` |
 | `SKYRL_TASK_FILE` | JSON: `uid`, `messages`, `extras`, `sample_index`, `is_evaluation` |
-| `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, the answer to be rewarded in place of the last reply |
+| `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, the answer to be judged, in place of the last reply or what is printed |
 | `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found after it was killed |
 | `PASSED`, `LC_*`, `AGENT_*` | as in this process |
 """
@@ -30,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from skyrl_async.config.schema.generator import AgentAnswer
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.processes import end_guard, kill_agent, start_guard
@@ -61,18 +62,27 @@ class CommandHarness:
     quoted words stay.
     """
 
-    def __init__(self, command: str, *, launch_dir: Path | None = None, run_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: str,
+        *,
+        launch_dir: Path | None = None,
+        run_dir: Path | None = None,
+        answer: AgentAnswer = AgentAnswer.last_message,
+    ) -> None:
         """
         Args:
             command: for a POSIX shell.
             launch_dir: directory of the command's files; None is this process's.
             run_dir: directory of the run; a resumed run finds left agents by it, with ``end_agents_of``.
+            answer: whether the program's output is its answer where it leaves no result.
         """
         self._command = with_absolute_files(command, launch_dir or Path.cwd())
         self._marks = {"SKYRL_RUN_PROCESS": uuid.uuid4().hex}
         if run_dir is not None:
             self._marks[_RUN_DIR] = str(run_dir.absolute())
         self._is_guarded = False
+        self._answer = answer
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises ``GenerationError`` if the program cannot be started, exits with another status than 0 or leaves an invalid result.
@@ -93,7 +103,10 @@ class CommandHarness:
                 raise GenerationError(
                     f"{_exit_message(status)} {words.replace(task.api_key, '<key>') or 'and wrote nothing'}"
                 )
-        return AgentResult(output=_read_output(result_file))
+            output = _read_output(result_file)
+            if output is None and self._answer is AgentAnswer.stdout:
+                output = _printed(stdout)
+        return AgentResult(output=output)
 
     async def close(self) -> None:
         """Nothing outlives a task."""
@@ -197,14 +210,29 @@ def _read_output(path: Path) -> str | None:
         return None
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_RESULT_BYTES:
         raise GenerationError(f"SKYRL_RESULT_FILE must be a file of at most {_MAX_RESULT_BYTES >> 20} MiB")
+    written = path.read_bytes()
     try:
-        result = json.loads(path.read_bytes())
+        result = json.loads(written)
     except ValueError as error:
-        raise GenerationError(f"SKYRL_RESULT_FILE must hold JSON: {error}") from error
+        start = written[:200].decode(errors="replace")
+        raise GenerationError(
+            f'SKYRL_RESULT_FILE must hold JSON, {{"output": "..."}}, got {start!r}: {error}'
+        ) from error
     output = result.get("output") if isinstance(result, dict) else result
     if not isinstance(result, dict) or not isinstance(output, str | None):
-        raise GenerationError(f'SKYRL_RESULT_FILE must hold {{"output": "..."}}, got {str(result)[:200]}')
+        hint = "; rewards are given by the task, or by generator.reward" if isinstance(result, int | float) else ""
+        raise GenerationError(f'SKYRL_RESULT_FILE must hold {{"output": "..."}}, got {str(result)[:200]}{hint}')
     return output
+
+
+def _printed(stream: BinaryIO) -> str:
+    """All that was printed, as text. It is read from the open file, because an agent may have replaced the path."""
+    num_bytes = os.fstat(stream.fileno()).st_size
+    if num_bytes > _MAX_RESULT_BYTES:
+        raise GenerationError(
+            f"with generator.answer=stdout an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes"
+        )
+    return os.pread(stream.fileno(), num_bytes, 0).decode(errors="replace").strip()
 
 
 def _exit_message(status: int) -> str:

@@ -21,7 +21,8 @@ from shutil import rmtree
 from typing import Any
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import EnvironmentFailedError, GenerationError, OutageError, SessionError
+from skyrl_async.errors import EnvironmentFailedError, GenerationError, OutageError, SessionError, in_one_line
+from skyrl_async.generators.agent.failures import Failure, FirstSamples, Reasons, final_failure, is_power_of_ten
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.processes import end_guard, start_guard
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
@@ -57,17 +58,9 @@ _UNSAFE = re.compile(r"[^\w.-]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """The failure of a harness."""
-
-    message: str
-    is_timeout: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     rows: tuple[Trajectory, ...]
-    failure: _Failure | None
+    failure: Failure | None
 
 
 @dataclass(eq=False)
@@ -83,6 +76,8 @@ class AgentGenerator:
     the other samples have ended, so that the sample is retried.
 
     In an evaluation a failed sample gets reward 0 and nothing is abandoned, so that a policy gains nothing by breaking its harness.
+
+    If no sample works from the start on, for a reason that is not the policy's, ``AgentsFailedError`` ends the run.
 
     Rows carry their ``sample_index``. A sample may have several rows (a rewritten history) or none (nothing was sampled). In an
     evaluation it has at least one, possibly empty.
@@ -111,6 +106,7 @@ class AgentGenerator:
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._deleting = ThreadPoolExecutor(thread_name_prefix="agent")
         self._counts = {"running": 0, "finished": 0, "failed": 0, "timeouts": 0, "truncated": 0}
+        self._reasons, self._first_samples = Reasons(), FirstSamples()
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -166,10 +162,13 @@ class AgentGenerator:
                     ) as session:
                         sample = await self._run_in(session, request, index, working_dir)
                 except SessionError as error:
-                    sample = _Sample(rows=(), failure=_Failure(message=f"its session was lost: {error}"))
+                    sample = _Sample(rows=(), failure=Failure(message=f"its session was lost: {error}"))
         self._count(label, sample)
         if sample.failure and outages.met_since(num_over):
             raise OutageError(f"agent {label} failed in an outage: {sample.failure.message}")
+        self._first_samples.count(
+            label, sample.failure.message if sample.failure and sample.failure.is_silent else None
+        )
         if request.is_evaluation and not sample.rows:
             return replace(sample, rows=(replace(_UNSAMPLED, sample_index=index),))
         return sample
@@ -181,7 +180,10 @@ class AgentGenerator:
             return
         self._counts["failed"] += 1
         self._counts["timeouts"] += sample.failure.is_timeout
-        logger.warning("agent %s failed: %s", label, sample.failure.message)
+        number = self._reasons.count(sample.failure)
+        level = logging.WARNING if is_power_of_ten(number) else logging.INFO
+        before = f", like {number - 1} before it" if number > 1 else ""
+        logger.log(level, "agent %s failed%s: %s", label, before, sample.failure.message)
 
     async def _run_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
         """Run the harness, then reward or abandon the sample."""
@@ -190,11 +192,11 @@ class AgentGenerator:
         task = _task(session, request, index, working_dir)
         outcome = await self._run_harness(task)
         metrics = {"timing/agent": asyncio.get_running_loop().time() - started}
-        result, failure = (AgentResult(), outcome) if isinstance(outcome, _Failure) else (outcome, None)
+        result, failure = (AgentResult(), outcome) if isinstance(outcome, Failure) else (outcome, None)
         report("rewarding")
         status = await session.status()
         episode = _episode(status, result, working_dir, failure)
-        failure = _final_failure(failure, status, episode)
+        failure = final_failure(failure, status, episode)
         if episode.failure and not failure:
             logger.info(
                 "agent %s-%d was cut short, and is rewarded for what it did: %s", task.uid, index, episode.failure
@@ -207,7 +209,13 @@ class AgentGenerator:
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
-        earned = EpisodeReward(reward=0.0) if failure else await self._reward_of(request.prompt, episode, result)
+        earned = EpisodeReward(reward=0.0)
+        if not failure:
+            try:
+                earned = await self._reward_of(request.prompt, episode, result)
+            except Exception as error:  # not the agent's fault, nor the policy's
+                self._first_samples.count(f"{task.uid}-{index}", in_one_line(error))
+                raise
         if failure and not request.is_evaluation:
             rows = await session.abandon(metrics=metrics)
         else:
@@ -222,7 +230,7 @@ class AgentGenerator:
         rows = tuple(replace(row, sample_index=index) for row in rows)
         return _Sample(rows=rows, failure=failure)
 
-    async def _run_harness(self, task: AgentTask) -> AgentResult | _Failure:
+    async def _run_harness(self, task: AgentTask) -> AgentResult | Failure:
         try:
             async with self.deadlines.within(self.agent_timeout_s) as deadline:
                 return await self.harness.run(task)
@@ -231,9 +239,9 @@ class AgentGenerator:
         except Exception as error:  # a harness is the user's and may fail in any way: counted, not raised
             if deadline.expired():
                 message = f"it took longer than generator.agent_timeout_s={self.agent_timeout_s:g}"
-                return _Failure(message=message, is_timeout=True)
+                return Failure(message=message, is_timeout=True)
             message = str(error) if isinstance(error, GenerationError) else f"{type(error).__name__}: {error}"
-            return _Failure(message=message)
+            return Failure(message=message)
 
     async def _reward_of(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> EpisodeReward:
         """The harness's own reward if it returned one, else the reward source's."""
@@ -256,6 +264,7 @@ class AgentGenerator:
         is_kept = self.working_dir is not None
         directory = tempfile.mkdtemp(prefix=prefix, dir=self.working_dir or self._temporary)
         self._counts["running"] += 1
+        self._first_samples.most_running = max(self._first_samples.most_running, self._counts["running"])
         try:
             yield Path(directory)
         finally:
@@ -293,7 +302,7 @@ def _task(session: AgentSession, request: GroupRequest, index: int, working_dir:
 
 
 def _episode(
-    status: Mapping[str, Any], result: AgentResult, working_dir: Path, failure: _Failure | None
+    status: Mapping[str, Any], result: AgentResult, working_dir: Path, failure: Failure | None
 ) -> AgentEpisode:
     """Combine the endpoint's and the harness's reports."""
     is_cut = status.get("last_finish_reason") == FinishReason.LENGTH
@@ -306,17 +315,3 @@ def _episode(
         is_truncated=bool(status["was_cut_short"]) or (failure is not None and is_cut),
         failure=failure.message if failure else None,
     )
-
-
-def _final_failure(failure: _Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> _Failure | None:
-    """The failure that counts: none if the endpoint stopped the harness, one if the model never answered.
-
-    A failure right after an answer cut by a length limit is caused by the cut: the OpenAI Agents SDK raises on ``incomplete``.
-    """
-    if status.get("state") == "expired":
-        return _Failure(message="its session expired; see server.session_idle_timeout_s and session_lifetime_s")
-    if not episode.num_turns:
-        return failure or _Failure(message="it ended without a turn of the model; does it use OPENAI_BASE_URL?")
-    if failure and episode.is_truncated and not failure.is_timeout:
-        return None
-    return failure

@@ -5,12 +5,14 @@ Does not know harnesses, sessions or tokens.
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import (
     CallThreads,
     Environment,
@@ -73,15 +75,23 @@ class FunctionReward:
     threads: CallThreads
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
-        """Raises the function's error, and ``GenerationError`` if it returns no finite number."""
+        """Raises ``GenerationError`` if the function raises or returns no finite number."""
+        try:
+            found = await self._call(prompt, episode)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise GenerationError(
+                f"generator.reward raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}) for prompt {prompt.uid!r}"
+            ) from error
+        return EpisodeReward(reward=finite_reward(found, "generator.reward"))
+
+    async def _call(self, prompt: Prompt, episode: AgentEpisode) -> Any:
         if inspect.iscoroutinefunction(self.function):
             found: Any = self.function(prompt, episode)
         else:
             async with self.threads.slots:
                 found = await asyncio.wrap_future(self.threads.executor.submit(self.function, prompt, episode))
-        if inspect.isawaitable(found):
-            found = await found
-        return EpisodeReward(reward=finite_reward(found, "generator.reward"))
+        return await found if inspect.isawaitable(found) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def make_agent_generator(
     check_agent_settings(settings)
     deadlines = deadlines or Deadlines()
     if harness is None and settings.command is not None:
-        harness = CommandHarness(settings.command, run_dir=run_dir)
+        harness = CommandHarness(settings.command, run_dir=run_dir, answer=settings.answer)
     elif harness is None:
         harness = FunctionHarness(_harness_function(str(settings.entrypoint)))
     threads = CallThreads("reward")
