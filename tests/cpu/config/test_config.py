@@ -362,7 +362,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
     [
         (
             ["task.name=chess"],
-            "task.name must be one of lagged_fibonacci, relay, trail, dataset, reasoning_gym, got 'chess'",
+            "task.name must be one of lagged_fibonacci, relay, trail, dataset, harbor, reasoning_gym, got 'chess'",
         ),
         (
             ["policy.num_heads=3"],
@@ -409,10 +409,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         (["trainer.stall_warning_s=0"], "trainer.stall_warning_s must be > 0, got 0"),
         (["generator.entrypoint=mine"], "generator.entrypoint must be package.module:function, got 'mine'"),
         (["generator.kind=gym_http", "server.enabled=false"], "server.enabled must be true or null with .*gym_http"),
-        (
-            ["generator=agent"],
-            "generator.command or generator.entrypoint must be set with generator=agent.*got neither",
-        ),
+        (["generator.answer=stdout"], "generator.answer must be last_message without generator.command, which prints"),
         (["generator.command=x", "generator=gym"], "generator.command needs generator=agent, got 'x' with gym"),
         (
             ["generator=agent", "generator.command=x", "server.num_front_ends=9", "server.port=65530"],

@@ -54,7 +54,8 @@ async def test_a_chat_of_four_turns_with_tools_is_one_exact_row(is_streamed: lis
     }
     observed = [(said["tool_call_id"], said["name"]) for said in row["messages"] if said["role"] == "tool"]
     assert observed == [(one["id"], "f") for (one,) in called]
-    assert (status["num_turns"], status["num_sampled_tokens"]) == (4, sum(row["loss_mask"]))
+    assert (status["num_turns"], status["num_requests"]) == (4, 4)
+    assert status["num_sampled_tokens"] == sum(row["loss_mask"])
     assert (status["messages"][-1]["content"], status["last_text"]) == ("bye", "bye")
 
 

@@ -21,7 +21,7 @@ from openai import AsyncOpenAI, AuthenticationError
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_async.config.schema.generator import GeneratorConfig
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import AgentsFailedError, GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
 from skyrl_async.generators.agent.reward import AgentEpisode, EnvironmentReward, FunctionReward, RewardFunction
@@ -301,8 +301,55 @@ async def test_a_harness_that_never_asks_the_model_has_failed_and_leaves_no_row(
 
     async with stand_in(echo) as endpoint, agents(endpoint, ask_unless_first) as generator:
         assert set(by_sample(await generator.generate(request(3)))) == {1, 2}
-        with pytest.raises(GenerationError, match="it ended without a turn of the model; does it use OPENAI_BASE_URL"):
+        with pytest.raises(
+            GenerationError, match=r"without a turn of the model \(no request came with its key; does it use"
+        ):
             await generator.generate(request(2))
+
+
+async def test_an_agent_whose_requests_are_all_refused_fails_with_their_number_and_its_own_words() -> None:
+    async with stand_in(echo, max_turns=0) as endpoint, agents(endpoint) as generator:
+        with pytest.raises(
+            GenerationError, match=r"\(1 requests came with its key, and none became a turn\): Authentic"
+        ):
+            await generator.generate(request(2))
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+async def test_a_run_ends_at_once_with_the_reason_why_none_of_its_first_agents_worked(is_evaluation: bool) -> None:
+    async def find_no_key(task: AgentTask) -> None:
+        raise KeyError("MY_KEY")
+
+    reason = "none of the first 8 agents worked; the last of them .*no request came with its key.*: KeyError: 'MY_KEY'"
+    async with stand_in(echo) as endpoint, agents(endpoint, find_no_key) as generator:
+        retrier = RolloutRetrier(generator, GeneratorConfig(max_retries=99, rollout_timeout_s=30, retry_backoff_s=0))
+        with pytest.raises(AgentsFailedError, match=reason):
+            await retrier.generate(request(8, is_evaluation=is_evaluation))
+        assert len(endpoint.sessions) == 8 and everything_is_released(endpoint)
+
+
+async def test_a_run_ends_at_once_with_the_place_where_its_reward_always_raises() -> None:
+    def reward(prompt: Prompt, episode: AgentEpisode) -> float:
+        return float(prompt.extras["no_such_column"])
+
+    reason = r"generator.reward raised KeyError: 'no_such_column' \(.*test_agent_generator.py:\d+\) for prompt 'p/1'"
+    async with stand_in(echo) as endpoint, agents(endpoint, reward=reward) as generator:
+        with pytest.raises(GenerationError, match=reason):
+            await generator.generate(request())
+        with pytest.raises(AgentsFailedError, match=f"none of the first 8 agents worked.*{reason}"):
+            await generator.generate(request(6))
+
+
+async def test_a_reason_is_shown_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    async def break_down(task: AgentTask) -> None:
+        await ask(task)
+        raise RuntimeError("the tool broke")
+
+    async with stand_in(echo) as endpoint, agents(endpoint, break_down) as generator:
+        with caplog.at_level(logging.WARNING):
+            await generator.generate(request(12, is_evaluation=True))
+    shown = [record.message.partition(" failed")[2] for record in caplog.records]
+    assert shown == [": RuntimeError: the tool broke", ", like 9 before it: RuntimeError: the tool broke"]
 
 
 async def test_failed_samples_of_an_evaluation_earn_nothing_and_count() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.config.schema.generator import GeneratorConfig
+from skyrl_async.config.schema.generator import AgentAnswer, GeneratorConfig
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.agent.command import CommandHarness, with_absolute_files
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness, shown_extras
@@ -146,6 +146,33 @@ json.dump({"output": json.dumps(found)}, open(os.environ["SKYRL_RESULT_FILE"], "
     assert found["env"] == [f"{url}/v1", key, "policy", url, key]
 
 
+RESULT = """echo '{"output": "7"}' > $SKYRL_RESULT_FILE"""
+
+
+@pytest.mark.parametrize(
+    ("command", "unless_told", "told"),
+    [
+        ("echo thinking; echo 42", None, "thinking\n42"),
+        ("echo thinking >&2; printf '\\n 42 \\n\\n'", None, "42"),
+        ("true", None, ""),
+        (f"echo thinking; {RESULT}", "7", "7"),
+    ],
+)
+async def test_what_a_program_prints_is_its_answer_where_the_run_says_so(
+    command: str, unless_told: str | None, told: str, tmp_path: Path
+) -> None:
+    for folder, answer, expected in ((1, AgentAnswer.last_message, unless_told), (2, AgentAnswer.stdout, told)):
+        (tmp_path / str(folder)).mkdir()
+        result = await CommandHarness(command, answer=answer).run(a_task(tmp_path / str(folder)))
+        assert result.output == expected
+
+
+async def test_an_answer_that_is_printed_has_a_limit(tmp_path: Path) -> None:
+    harness = CommandHarness("head -c 17000000 /dev/zero", answer=AgentAnswer.stdout)
+    with pytest.raises(GenerationError, match="may print at most 16 MiB, got 17000000 bytes"):
+        await harness.run(a_task(tmp_path))
+
+
 async def test_a_programs_environment_holds_none_of_this_process_s_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +217,11 @@ def test_files_of_a_command_are_found_where_the_run_was_started(tmp_path: Path) 
         ("no-such-agent", "status 127 .*not found.* and wrote:\n.*no-such-agent"),
         ("kill -9 $$", "ended by signal 9"),
         ("seq 1000 >&2; exit 1", r"wrote:\n986\n(.*\n)*1000$"),
-        ("echo no json > $SKYRL_RESULT_FILE", "SKYRL_RESULT_FILE must hold JSON"),
+        ("echo no json > $SKYRL_RESULT_FILE", """must hold JSON, {"output": "..."}, got 'no json\\\\n': Expecting"""),
+        (
+            "echo 0.7 > $SKYRL_RESULT_FILE",
+            "must hold .*, got 0.7; rewards are given by the task, or by generator.reward",
+        ),
         ("echo '[1]' > $SKYRL_RESULT_FILE", r'must hold \{"output": "..."\}, got \[1\]'),
         ("""echo '{"output": 1}' > $SKYRL_RESULT_FILE""", "must hold .*, got {'output': 1}"),
         ("mkfifo $SKYRL_RESULT_FILE", "must be a file of at most 16 MiB"),
