@@ -19,6 +19,7 @@ SkyRLAsyncError
 |       `-- SessionNotFoundError  no session has that name
 |-- PublishError            a weight publish failed; the old version serves everywhere
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
+|   |-- InvalidResultError  an agent's result has the wrong form
 |   |-- AgentsFailedError   no agent of a run can work, as its first samples show
 |   `-- OutageError         nothing could be sampled: no endpoint or no engine answered; not the rollout's fault
 |-- TrainingError           a policy worker failed, or its results are not finite
@@ -129,6 +130,10 @@ class OutageError(GenerationError):
     """Nothing could be sampled: no endpoint or no engine answered. Not the rollout's fault."""
 
 
+class InvalidResultError(GenerationError):
+    """An agent's result has the wrong form, whatever the policy said."""
+
+
 class AgentsFailedError(GenerationError):
     """No agent of a run can work, as its first samples show: the run ends at once, and nothing is tried again."""
 
@@ -167,8 +172,13 @@ class DeadlineError(SkyRLAsyncError):
 
 def in_one_line(error: BaseException) -> str:
     """The error's class, and the first and the last line of its message."""
-    first, *others = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}{f' ... {others[-1].strip()}' if others else ''}"
+    return f"{type(error).__name__}: {first_and_last_line(str(error))}"
+
+
+def first_and_last_line(text: str) -> str:
+    """The lines, with dots for what is between them."""
+    first, *others = text.strip().splitlines() or [""]
+    return f"{first} ... {others[-1].strip()}" if others else first
 
 
 def did_you_mean(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> str:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from skyrl_async.config.schema.generator import AgentAnswer
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import GenerationError, InvalidResultError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.processes import end_guard, kill_agent, start_guard
 
@@ -209,19 +209,19 @@ def _read_output(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_RESULT_BYTES:
-        raise GenerationError(f"SKYRL_RESULT_FILE must be a file of at most {_MAX_RESULT_BYTES >> 20} MiB")
+        raise InvalidResultError(f"SKYRL_RESULT_FILE must be a file of at most {_MAX_RESULT_BYTES >> 20} MiB")
     written = path.read_bytes()
     try:
         result = json.loads(written)
     except ValueError as error:
         start = written[:200].decode(errors="replace")
-        raise GenerationError(
+        raise InvalidResultError(
             f'SKYRL_RESULT_FILE must hold JSON, {{"output": "..."}}, got {start!r}: {error}'
         ) from error
     output = result.get("output") if isinstance(result, dict) else result
     if not isinstance(result, dict) or not isinstance(output, str | None):
         hint = "; rewards are given by the task, or by generator.reward" if isinstance(result, int | float) else ""
-        raise GenerationError(f'SKYRL_RESULT_FILE must hold {{"output": "..."}}, got {str(result)[:200]}{hint}')
+        raise InvalidResultError(f'SKYRL_RESULT_FILE must hold {{"output": "..."}}, got {str(result)[:200]}{hint}')
     return output
 
 
@@ -229,7 +229,7 @@ def _printed(stream: BinaryIO) -> str:
     """All that was printed, as text. It is read from the open file, because an agent may have replaced the path."""
     num_bytes = os.fstat(stream.fileno()).st_size
     if num_bytes > _MAX_RESULT_BYTES:
-        raise GenerationError(
+        raise InvalidResultError(
             f"with generator.answer=stdout an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes"
         )
     return os.pread(stream.fileno(), num_bytes, 0).decode(errors="replace").strip()

@@ -22,8 +22,8 @@ class Failure:
 
     message: str
     is_timeout: bool = False
-    is_silent: bool = False
-    """No request came with the sample's key."""
+    is_mistake: bool = False
+    """It is not the policy's: no request came with the sample's key, or the result has the wrong form."""
 
 
 def final_failure(failure: Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> Failure | None:
@@ -42,13 +42,13 @@ def final_failure(failure: Failure | None, status: Mapping[str, Any], episode: A
 
 def _without_a_turn(failure: Failure | None, num_requests: int) -> Failure:
     """What came with the sample's key, and the harness's own failure, if there is one."""
-    fact = "no request came with its key; does it use OPENAI_BASE_URL and OPENAI_API_KEY?"
+    fact = "no request came with its key (does it use OPENAI_BASE_URL and OPENAI_API_KEY?)"
     if num_requests:
-        fact = f"{num_requests} requests came with its key, and none became a turn"
+        fact = f"of {num_requests} requests that came with its key none became a turn"
     return Failure(
-        message=f"it ended without a turn of the model ({fact}){f': {failure.message}' if failure else ''}",
+        message=f"{fact}: {failure.message if failure else 'it ended without a turn of the model'}",
         is_timeout=failure is not None and failure.is_timeout,
-        is_silent=not num_requests,
+        is_mistake=not num_requests,
     )
 
 
@@ -77,7 +77,8 @@ class FirstSamples:
     """Counts samples until one has worked, or none can.
 
     None can once as many as ran side by side, and at least eight, have failed for a reason that is not the policy's: no request came with
-    the key, or the reward raised. Else a command that cannot work is tried for every held-out prompt, and several times for every group.
+    the key, the result has the wrong form, or the reward raised. Else a command that
+    cannot work is tried for every held-out prompt, and several times for every group.
     """
 
     most_running: int = 0
@@ -94,5 +95,5 @@ class FirstSamples:
         self._num_failed += 1
         if not self._has_worked and self._num_failed >= max(_MIN_SAMPLES, self.most_running):
             raise AgentsFailedError(
-                f"none of the first {self._num_failed} agents worked; the last of them ({label}): {mistake}"
+                f"none of the first {self._num_failed} samples worked; the last of them ({label}): {mistake}"
             )

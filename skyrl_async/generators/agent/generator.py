@@ -21,7 +21,15 @@ from shutil import rmtree
 from typing import Any
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import EnvironmentFailedError, GenerationError, OutageError, SessionError, in_one_line
+from skyrl_async.errors import (
+    EnvironmentFailedError,
+    GenerationError,
+    InvalidResultError,
+    OutageError,
+    SessionError,
+    first_and_last_line,
+    in_one_line,
+)
 from skyrl_async.generators.agent.failures import Failure, FirstSamples, Reasons, final_failure, is_power_of_ten
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.processes import end_guard, start_guard
@@ -167,7 +175,7 @@ class AgentGenerator:
         if sample.failure and outages.met_since(num_over):
             raise OutageError(f"agent {label} failed in an outage: {sample.failure.message}")
         self._first_samples.count(
-            label, sample.failure.message if sample.failure and sample.failure.is_silent else None
+            label, sample.failure.message if sample.failure and sample.failure.is_mistake else None
         )
         if request.is_evaluation and not sample.rows:
             return replace(sample, rows=(replace(_UNSAMPLED, sample_index=index),))
@@ -181,9 +189,12 @@ class AgentGenerator:
         self._counts["failed"] += 1
         self._counts["timeouts"] += sample.failure.is_timeout
         number = self._reasons.count(sample.failure)
-        level = logging.WARNING if is_power_of_ten(number) else logging.INFO
-        before = f", like {number - 1} before it" if number > 1 else ""
-        logger.log(level, "agent %s failed%s: %s", label, before, sample.failure.message)
+        if number == 1:
+            logger.warning("agent %s failed: %s", label, sample.failure.message)
+        else:
+            level = logging.WARNING if is_power_of_ten(number) else logging.INFO
+            brief = first_and_last_line(sample.failure.message)
+            logger.log(level, "agent %s failed, like %d before it: %s", label, number - 1, brief)
 
     async def _run_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
         """Run the harness, then reward or abandon the sample."""
@@ -241,7 +252,7 @@ class AgentGenerator:
                 message = f"it took longer than generator.agent_timeout_s={self.agent_timeout_s:g}"
                 return Failure(message=message, is_timeout=True)
             message = str(error) if isinstance(error, GenerationError) else f"{type(error).__name__}: {error}"
-            return Failure(message=message)
+            return Failure(message=message, is_mistake=isinstance(error, InvalidResultError))
 
     async def _reward_of(self, prompt: Prompt, episode: AgentEpisode, result: AgentResult) -> EpisodeReward:
         """The harness's own reward if it returned one, else the reward source's."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import GenerationError, InvalidResultError
 from skyrl_async.types import Message, SamplingParams
 
 HIDDEN_COLUMNS = (
@@ -82,7 +82,7 @@ class FunctionHarness:
         self._function = function
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """Raises the function's error, and ``GenerationError`` if it returns another type."""
+        """Raises the function's error, and ``InvalidResultError`` if it returns another type."""
         # On another loop than the trainer's, which many agents would delay. A cancellation is passed on.
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(task), _loop()))
 
@@ -92,7 +92,9 @@ class FunctionHarness:
     async def _call(self, task: AgentTask) -> AgentResult:
         found = self._function(task)
         if not inspect.isawaitable(found):
-            raise GenerationError(f"{_name(self._function)} must be an async function, but returned {found!r} at once")
+            raise InvalidResultError(
+                f"{_name(self._function)} must be an async function, but returned {found!r} at once"
+            )
         try:
             result = await found
         except SystemExit as error:  # a program turned into a function; it must not end the trainer
@@ -103,7 +105,7 @@ class FunctionHarness:
             return AgentResult(output=result)
         if isinstance(result, int | float):
             return AgentResult(reward=float(result))
-        raise GenerationError(
+        raise InvalidResultError(
             f"{_name(self._function)} must return an AgentResult, a reward, a string or None, got {result!r}"
         )
 

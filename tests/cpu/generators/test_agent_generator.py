@@ -302,26 +302,39 @@ async def test_a_harness_that_never_asks_the_model_has_failed_and_leaves_no_row(
     async with stand_in(echo) as endpoint, agents(endpoint, ask_unless_first) as generator:
         assert set(by_sample(await generator.generate(request(3)))) == {1, 2}
         with pytest.raises(
-            GenerationError, match=r"without a turn of the model \(no request came with its key; does it use"
+            GenerationError, match=r"no request came with its key \(does it use .*: it ended without a turn"
         ):
             await generator.generate(request(2))
 
 
 async def test_an_agent_whose_requests_are_all_refused_fails_with_their_number_and_its_own_words() -> None:
     async with stand_in(echo, max_turns=0) as endpoint, agents(endpoint) as generator:
-        with pytest.raises(
-            GenerationError, match=r"\(1 requests came with its key, and none became a turn\): Authentic"
-        ):
+        with pytest.raises(GenerationError, match="of 1 requests that came with its key none became a turn: Authentic"):
             await generator.generate(request(2))
 
 
-@pytest.mark.parametrize("is_evaluation", [False, True])
-async def test_a_run_ends_at_once_with_the_reason_why_none_of_its_first_agents_worked(is_evaluation: bool) -> None:
-    async def find_no_key(task: AgentTask) -> None:
-        raise KeyError("MY_KEY")
+async def find_no_key(task: AgentTask) -> None:
+    raise KeyError("MY_KEY")
 
-    reason = "none of the first 8 agents worked; the last of them .*no request came with its key.*: KeyError: 'MY_KEY'"
-    async with stand_in(echo) as endpoint, agents(endpoint, find_no_key) as generator:
+
+async def return_a_list(task: AgentTask) -> Any:
+    await ask(task)
+    return [1]
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (find_no_key, "no request came with its key.*: KeyError: 'MY_KEY'"),
+        (return_a_list, r"must return .*, got \[1\]"),
+    ],
+)
+async def test_a_run_ends_at_once_with_the_reason_why_none_of_its_first_samples_worked(
+    function: AgentFunction, expected: str, is_evaluation: bool
+) -> None:
+    reason = f"none of the first 8 samples worked; the last of them .*{expected}"
+    async with stand_in(echo) as endpoint, agents(endpoint, function) as generator:
         retrier = RolloutRetrier(generator, GeneratorConfig(max_retries=99, rollout_timeout_s=30, retry_backoff_s=0))
         with pytest.raises(AgentsFailedError, match=reason):
             await retrier.generate(request(8, is_evaluation=is_evaluation))
@@ -336,7 +349,7 @@ async def test_a_run_ends_at_once_with_the_place_where_its_reward_always_raises(
     async with stand_in(echo) as endpoint, agents(endpoint, reward=reward) as generator:
         with pytest.raises(GenerationError, match=reason):
             await generator.generate(request())
-        with pytest.raises(AgentsFailedError, match=f"none of the first 8 agents worked.*{reason}"):
+        with pytest.raises(AgentsFailedError, match=f"none of the first 8 samples worked.*{reason}"):
             await generator.generate(request(6))
 
 
