@@ -1,7 +1,7 @@
-"""Failures of samples: which one counts, how often it is shown, and whether any sample can work.
+"""Failures of samples: which one counts, how often its reason is shown, and whether any sample can work.
 
-harness's failure ─┐
-session's status  ─┴─> final_failure ──> Failure ──> Reasons (what is shown), FirstSamples (whether the run goes on)
+    harness's failure ─┐
+    session's status  ─┴─> final_failure ──> Failure ──> Reasons (what is shown), FirstSamples (whether the run goes on)
 """
 
 from collections import Counter
@@ -77,8 +77,8 @@ class FirstSamples:
     """Counts samples until one has worked, or none can.
 
     None can once as many as ran side by side, and at least eight, have failed for a reason that is not the policy's: no request came with
-    the key, the result has the wrong form, or the reward raised. Else a command that
-    cannot work is tried for every held-out prompt, and several times for every group.
+    the key, the result has the wrong form, or the reward raised. Else a command that cannot work is tried for every held-out prompt, and
+    several times for every group.
     """
 
     most_running: int = 0
