@@ -65,6 +65,8 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         session, is_controller = self._sender(presented_key(Headers(scope=scope)))
+        if session is not None:
+            session.num_requests += 1
         if inner := _SESSION_PATH.fullmatch(path):
             if session is None or session.id != inner[1]:
                 raise ApiError(401, f"{path} needs the key of that session", code="invalid_api_key")
@@ -79,7 +81,6 @@ class KeyGuard:
         """The session of a key, and whether the key is a controller's."""
         session = None if key is None else self._sessions.authenticate(key)
         if session is not None:
-            session.num_requests += 1
             return session, False
         if self._run_digests or self._controller_digests:
             presented = key_digest(key or "")

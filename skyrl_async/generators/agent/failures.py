@@ -23,7 +23,7 @@ class Failure:
     message: str
     is_timeout: bool = False
     is_mistake: bool = False
-    """It is not the policy's: no request came with the sample's key, or the result has the wrong form."""
+    """It is not the policy's: no request came with the sample's key, all were refused, or the result has the wrong form."""
 
 
 def final_failure(failure: Failure | None, status: Mapping[str, Any], episode: AgentEpisode) -> Failure | None:
@@ -34,21 +34,24 @@ def final_failure(failure: Failure | None, status: Mapping[str, Any], episode: A
     if status.get("state") == "expired":
         return Failure(message="its session expired; see server.session_idle_timeout_s and session_lifetime_s")
     if not episode.num_turns:
-        return _without_a_turn(failure, status.get("num_requests", 0))
+        return _without_a_turn(failure, status)
     if failure and episode.is_truncated and not failure.is_timeout:
         return None
     return failure
 
 
-def _without_a_turn(failure: Failure | None, num_requests: int) -> Failure:
+def _without_a_turn(failure: Failure | None, status: Mapping[str, Any]) -> Failure:
     """What came with the sample's key, and the harness's own failure, if there is one."""
+    num_requests = status.get("num_requests", 0)
+    is_timeout = failure is not None and failure.is_timeout
+    is_perhaps_fine = num_requests and (is_timeout or status.get("num_overflows", 0))  # slow, or a prompt too long
     fact = "no request came with its key (does it use OPENAI_BASE_URL and OPENAI_API_KEY?)"
     if num_requests:
-        fact = f"of {num_requests} requests that came with its key none became a turn"
+        fact = f"none of its requests became a turn ({num_requests} came with its key)"
     return Failure(
         message=f"{fact}: {failure.message if failure else 'it ended without a turn of the model'}",
-        is_timeout=failure is not None and failure.is_timeout,
-        is_mistake=not num_requests,
+        is_timeout=is_timeout,
+        is_mistake=not is_perhaps_fine,
     )
 
 
@@ -76,9 +79,9 @@ def is_power_of_ten(number: int) -> bool:
 class FirstSamples:
     """Counts samples until one has worked, or none can.
 
-    None can once as many as ran side by side, and at least eight, have failed for a reason that is not the policy's: no request came with
-    the key, the result has the wrong form, or the reward raised. Else a command that cannot work is tried for every held-out prompt, and
-    several times for every group.
+    None can once as many as ran side by side, and at least eight, have failed for a reason that is not the policy's: a ``Failure``
+    that is a mistake, or a reward that raised. Else a command that cannot work is tried for every held-out prompt, and several times for
+    every group.
     """
 
     most_running: int = 0
