@@ -1,7 +1,7 @@
 """Failures of samples: which one counts, how often its reason is shown, and whether any sample can work.
 
-    harness's failure ─┐
-    session's status  ─┴─> final_failure ──> Failure ──> Reasons (what is shown), FirstSamples (whether the run goes on)
+harness's failure ─┐
+session's status  ─┴─> final_failure ──> Failure ──> Reasons (what is shown), FirstSamples (whether the run goes on)
 """
 
 from collections import Counter

@@ -309,7 +309,9 @@ async def test_a_harness_that_never_asks_the_model_has_failed_and_leaves_no_row(
 
 async def test_an_agent_whose_requests_are_all_refused_fails_with_their_number_and_its_own_words() -> None:
     async with stand_in(echo, max_turns=0) as endpoint, agents(endpoint) as generator:
-        with pytest.raises(GenerationError, match=r"none of its requests became a turn \(1 came with its key\): Authent"):
+        with pytest.raises(
+            GenerationError, match=r"none of its requests became a turn \(1 came with its key\): Authent"
+        ):
             await generator.generate(request(2))
 
 
