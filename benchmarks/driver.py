@@ -14,7 +14,6 @@ import itertools
 import math
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -173,9 +172,9 @@ class Record(SampleRecord):
             self.last = (ended.step, [])
         self.last[1].append(ended.group)
 
-    def _write_waiting(self, is_waited_for: threading.Event) -> None:
+    def _write(self, taken: list[Any]) -> None:
         begun = time.thread_time()
-        super()._write_waiting(is_waited_for)
+        super()._write(taken)
         self.cpu_s += time.thread_time() - begun
 
 

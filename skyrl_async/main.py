@@ -38,7 +38,6 @@ from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.metrics.tracker import (
     MetricsLog,
-    RecordFile,
     Sink,
     Tracker,
     evaluated_steps,
@@ -140,7 +139,8 @@ class _Run:
     _engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict
     _stalls: Sequence[str] = ()
     _training_began: float = 0.0
-    _records: list[RecordFile | SampleRecord] = field(default_factory=list)
+    _metrics: MetricsLog = field(init=False)
+    _records: list[MetricsLog | SampleRecord] = field(default_factory=list)
     _failures: list[str] = field(default_factory=list)
     """One per thing after training that failed: none of it keeps the rest from being done."""
 
@@ -243,14 +243,15 @@ class _Run:
                 with self.interruption.ending_afterwards():
                     await self._train(trainer, parts, console)
             self._failures += self._ending.failures
+            await self._metrics.flush()
             with self._attempt("the summary"):
                 self._summarize(trainer, parts, console)
 
     def _sinks(self) -> list[Sink]:
         config, run_dir = self.config, self.run_dir
-        metrics = MetricsLog(run_dir / "metrics.jsonl", self._resume_step, notes=self._notes)
-        self._records.append(metrics)
-        sinks: list[Sink] = [metrics]
+        self._metrics = MetricsLog(run_dir / "metrics.jsonl", self._resume_step, notes=self._notes)
+        self._records.append(self._metrics)
+        sinks: list[Sink] = [self._metrics]
         if config.logging.tensorboard:
             from skyrl_async.metrics.sinks import TensorBoardSink
 
@@ -287,7 +288,7 @@ class _Run:
         )
         self._records.append(record)
         stack.callback(record.close)
-        return TrainerCallbacks(log=log, show_stalls=show_stalls, record=record)
+        return TrainerCallbacks(log=log, flush_log=self._metrics.flush, show_stalls=show_stalls, record=record)
 
     async def _train(self, trainer: FullyAsyncTrainer, parts: Parts, console: Console) -> None:
         """Train to the end, and export the policy. Raises ``_Stopped`` when a stop was asked for before that end."""

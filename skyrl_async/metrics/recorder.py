@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,10 @@ from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
+
+
+async def no_log() -> None:
+    """There is nothing to wait for."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,11 +32,18 @@ class Recorder:
     """Takes every group at its end."""
     generation_counts: Callable[[], Mapping[str, int]]
     """Returns the counts of generation so far (finished groups, tokens, ...), which only grow."""
+    flush_log: Callable[[], Awaitable[None]] = no_log
+    """Waits until what was logged is on disk, or has failed to get there."""
     totals: RunTotals = field(default_factory=RunTotals, init=False)
     _logged_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._counted = self._logged = self.generation_counts()
+
+    async def flush(self) -> None:
+        """Wait until what was recorded and logged is on disk, or has failed to get there."""
+        await self.record.flush()
+        await self.flush_log()
 
     def start(self) -> None:
         """Start the clock of the first step."""

@@ -13,14 +13,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.metrics.tracker import RecordFile, replace_file
-from skyrl_async.runtime.daemon_threads import DaemonThreads
+from skyrl_async.metrics.tracker import MAX_WAITING_BYTES, AppendedFile, replace_file
+from skyrl_async.runtime.disk_writer import DiskWriter
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,9 @@ _MIN_PARTS = 16
 """Parts are smaller if less than this would fit."""
 _THINNED_SHARE = 0.1
 _LINES_PER_TURN = 200
-"""Lines that the thinning thread reads (in under 1 ms) before the event loop's thread may take its turn."""
+"""Lines that are read for thinning (in under 1 ms) before the event loop's thread may take its turn."""
+_WRITE_INTERVAL_S = 1.0
+"""Least time between two writes."""
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -102,9 +103,9 @@ def _events(part: Path) -> Iterator[dict[str, Any]]:
 
 
 class TraceParts:
-    """Writes events to the parts of a directory, after those of the processes before.
+    """Writes events to the parts of a directory, after those of the processes before, beside the event loop.
 
-    When the whole nears ``max_bytes``, a thread thins the oldest parts: of each track the longest spans stay, together a tenth. Whole parts
+    When the whole nears ``max_bytes``, the oldest parts are thinned: of each track the longest spans stay, together a tenth. Whole parts
     have at least half of the space. When thinned ones fill the other half, the oldest are deleted.
 
     Args:
@@ -126,8 +127,6 @@ class TraceParts:
         self._clock = clock
         self._part_bytes = min(_PART_BYTES, max_bytes // _MIN_PARTS)
         self._room_bytes = max_bytes - 2 * self._part_bytes
-        self._threads = DaemonThreads("trace")
-        self._thinning: Future[None] | None = None
         self._has_thinned = False
         earlier = _part_files(directory)
         heads = (event for part in earlier for event in itertools.islice(_events(part), 1))
@@ -135,42 +134,74 @@ class TraceParts:
         self._began_at: float = next((head["args"]["unix_s"] for head in heads), round(now, 6))
         self._zero = clock() - max(0.0, now - self._began_at)
         self._names: list[str] = []
+        self._writer: DiskWriter[tuple[int, str]] = DiskWriter(
+            directory,
+            "spans",
+            self._write,
+            size_of=lambda span: len(span[1]),
+            max_bytes=MAX_WAITING_BYTES,
+            interval_s=_WRITE_INTERVAL_S,
+        )
+        self._size = self._num_names = 0
+        """Of the newest part: its characters, and the names that are in it."""
+        self._is_closed = False
         self._begin_part(int(earlier[-1].stem) + 1 if earlier else 1)
 
     def add_name(self, event: Mapping[str, Any]) -> None:
         """Write a metadata event before the next span, and into each later part."""
         self._names.append(_encode(event))
-        self._unwritten.append(self._names[-1])
 
     def add_span(self, begin: float, end: float, event: Mapping[str, Any]) -> None:
-        """Write a span from ``begin`` to ``end``, seconds on the clock."""
+        """Write a span from ``begin`` to ``end``, seconds on the clock. Never waits."""
         began = self._microseconds(begin)
-        lines = [*self._unwritten, _encode({**event, "ts": began, "dur": self._microseconds(end) - began})]
-        if self._size == 0:
-            args = {"unix_s": self._began_at}
-            start = {"ph": "M", "name": "trace_start", "ts": self._microseconds(self._clock()), "pid": 0, "args": args}
-            lines.insert(0, _encode(start))
-        record = (",\n" if self._size else "[\n") + ",\n".join(lines)
-        if self._file.append(record):
-            self._unwritten.clear()
-            self._size += len(record)
-            if self._size >= self._part_bytes:
-                self.close()
-                self._begin_part(self._number + 1)
+        line = _encode({**event, "ts": began, "dur": self._microseconds(end) - began})
+        self._writer.add((self._microseconds(self._clock()), line))
+        self._writer.begin()
+
+    async def flush(self) -> None:
+        """Wait until the spans so far are in a part, or have failed to get there; half a minute for a disk that hangs, once."""
+        await self._writer.flush()
 
     def close(self) -> None:
-        """End the newest part."""
-        if self._size:
-            self._file.append("\n]\n")
-        self._file.close()
+        """Write the rest, and end the newest part. Idempotent. A disk that hangs is left."""
+        if self._writer.close():  # else a write that still runs would end the part before the last spans
+            self._is_closed = True
+            self._writer.close()
+
+    def _write(self, spans: list[tuple[int, str]]) -> None:
+        """Write spans, each with the microsecond at which it was added, to the newest part and those after it."""
+        while spans:
+            if self._size >= self._part_bytes:
+                self._end_part()
+            names, num = self._names[self._num_names :], 0
+            lines = [self._head(spans[0][0]), *names] if self._size == 0 else list(names)
+            size = self._size + sum(map(len, lines))
+            while num < len(spans) and size < self._part_bytes:
+                lines.append(spans[num][1])
+                size += len(lines[-1]) + len(",\n")
+                num += 1
+            self._file.append((",\n" if self._size else "[\n") + ",\n".join(lines))
+            self._size = size
+            self._num_names += len(names)
+            del spans[:num]
+        if self._is_closed and self._size:
+            self._end_part()
+
+    def _head(self, microseconds: int) -> str:
+        """The first event of a part that begins then, before which there is room for the part."""
+        self._make_room(self._number)
+        args = {"unix_s": self._began_at}
+        return _encode({"ph": "M", "name": "trace_start", "ts": microseconds, "pid": 0, "args": args})
 
     def _begin_part(self, number: int) -> None:
         self._number = number
-        self._file = RecordFile(self._directory / f"{number:06}.json")
-        self._size = 0
-        self._unwritten = list(self._names)
-        if number > 1 and (self._thinning is None or self._thinning.done()):
-            self._thinning = self._threads.submit(self._make_room, number)
+        self._file = AppendedFile(self._directory / f"{number:06}.json")
+        self._size = self._num_names = 0
+
+    def _end_part(self) -> None:
+        self._file.append("\n]\n")
+        self._file.close()
+        self._begin_part(self._number + 1)
 
     def _microseconds(self, moment: float) -> int:
         return round((moment - self._zero) * 1e6)

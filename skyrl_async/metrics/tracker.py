@@ -1,7 +1,7 @@
 """Writes a run's records: ``metrics.jsonl``, and the metrics of other sinks such as the console.
 
-Files survive ``kill -9``, and a resumed run continues them. A record is in a file whole or not at all. If the disk is full, records are
-dropped and the run goes on.
+A thread writes files, as soon as a record comes. They survive ``kill -9``, and a resumed run continues them. A record is in a file whole or
+not at all.
 """
 
 import contextlib
@@ -18,8 +18,12 @@ from typing import Any, Protocol
 
 from skyrl_async.columns import json_list
 from skyrl_async.errors import CheckpointError
+from skyrl_async.runtime.disk_writer import DiskWriter
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 64 << 20
+"""Of the records of a file that wait for the disk."""
 
 
 def free_path(path: Path) -> Path:
@@ -28,8 +32,38 @@ def free_path(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
+class AppendedFile:
+    """Appends texts to ``path``, unbuffered, each whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+
+    def append(self, text: str) -> None:
+        """Append a text. Raises ``OSError``; nothing of it is in the file then."""
+        begin, rest = None, memoryview(text.encode())
+        try:
+            self._file = self._file or FileIO(self._path, "ab")
+            begin = os.fstat(self._file.fileno()).st_size
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                if self._file is not None and begin is not None:
+                    self._file.truncate(begin)
+            with contextlib.suppress(OSError):
+                self.close()  # opened anew, the file may be well: a server that was away knows no old handles
+            raise
+
+    def close(self) -> None:
+        """Close the file until the next text. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
 class RecordFile:
-    """Appends records to ``path``, unbuffered.
+    """Appends records to ``path``, beside the event loop.
 
     Args:
         path: path of the file.
@@ -37,50 +71,38 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, begin: Callable[[], object] = lambda: None) -> None:
-        self._path = path
-        self._begin = begin
-        self._file: FileIO | None = None
-        self._is_failing = False
+        self._begin: Callable[[], object] | None = begin
+        self._file = AppendedFile(path)
+        self._is_closed = False
+        self._writer = DiskWriter(path, "lines", self._write, size_of=len, max_bytes=MAX_WAITING_BYTES)
 
     def begin(self) -> None:
         """Prepare the file for the first record; after a resume this drops records past the first new step."""
-        self.append("")
-
-    def append(self, record: str) -> bool:
-        """Append a record; returns whether it is in the file. The first of several failures is logged."""
-        try:
-            self._append(record)
-        except OSError as error:
-            if not self._is_failing:
-                logger.warning("%s cannot be written (%s): lines are lost until it can", self._path, error.strerror)
-            self._is_failing = True
-            return False
-        self._is_failing = False
-        return True
+        self._writer.begin()
 
     def append_row(self, row: Mapping[str, Any]) -> None:
-        """Append a line of JSON; columns are lists in it."""
-        self.append(json.dumps(row, default=json_list) + "\n")
+        """Append a line of JSON; columns are lists in it. Never waits."""
+        self._writer.add(json.dumps(row, default=json_list) + "\n")
+        self._writer.begin()
+
+    async def flush(self) -> None:
+        """Wait until the lines so far are in the file, or have failed to get there; half a minute for a disk that hangs, once."""
+        await self._writer.flush()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._file is not None:
-            self._file.close()
+        """Write the rest, and close the file. Idempotent. A disk that hangs is left."""
+        self._is_closed = True
+        self._writer.close()
 
-    def _append(self, record: str) -> None:
-        if self._file is None:
+    def _write(self, lines: list[str]) -> None:
+        if self._begin is not None:
             self._begin()
-            self._file = FileIO(self._path, "ab")
-        begin = self._file.tell()
-        rest = memoryview(record.encode())
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(begin)
-                self._file.seek(begin)
-            raise
+            self._begin = None
+        if lines:
+            self._file.append("".join(lines))
+            lines.clear()
+        if self._is_closed:
+            self._file.close()
 
 
 class MetricsLog(RecordFile):

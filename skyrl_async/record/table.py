@@ -4,9 +4,12 @@ A training row is a table row; most samples have one, a sample whose history was
 without tokens. Columns of tokens are numpy's own memory, so that no value becomes a Python object.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +39,9 @@ _FIELDS = {"reward": "float64", "shaped_reward": "float64", "weight": "float64",
     name: "int32" for name in ("num_turns", "num_aborts", "num_sampled_tokens")
 }
 """Fields of a row that are columns of the same name: name -> type."""
+_COPIED = (*_FIELDS, "is_truncated")
+_FAILED = SimpleNamespace(**dict.fromkeys((*_COPIED, "versions")))
+"""In place of the row that a failed sample has not."""
 
 
 @cache
@@ -95,70 +101,70 @@ def table_of(groups: Sequence[tuple[int, EndedGroup, bool]], turns_of: TurnsOf |
     """
     import pyarrow as pa
 
-    figures: list[dict[str, Any]] = []
+    rows: list[Any] = []
     kept: list[Trajectory | None] = []
-    for first, ended, keeps_tokens in groups:
-        rows = list(_rows_of(ended))
-        figures += [{"row": first + number, **row} for number, row in enumerate(rows)]
-        trajectories = ended.group.trajectories if keeps_tokens else (None,) * len(ended.group.trajectories)
-        kept += [*trajectories, *(None for _ in ended.failed)]
-    columns = {name: pa.array([row.get(name) for row in figures], kind) for name, kind in _short_types().items()}
+    for _, ended, keeps_tokens in groups:
+        trajectories, num_failed = ended.group.trajectories, len(ended.failed)
+        rows += [*trajectories, *(_FAILED,) * num_failed]
+        kept += [*(trajectories if keeps_tokens else (None,) * len(trajectories)), *(None,) * num_failed]
+    found = [
+        *zip(_COPIED, zip(*map(attrgetter(*_COPIED), rows), strict=True), strict=False),
+        *zip(
+            _FOUND,
+            zip(*(values for first, ended, _ in groups for values in _found(first, ended)), strict=True),
+            strict=False,
+        ),
+    ]
+    columns = {name: pa.array(values, schema().field(name).type) for name, values in found}
+    columns["policy_versions"] = _version_spans(rows)
     turns = [None if row is None or turns_of is None else _turns(turns_of(row)) for row in kept]
     columns["turns"] = pa.array(turns, schema().field("turns").type)
     for name, dtype in TOKEN_COLUMNS.items():
-        columns[name] = _lists([None if row is None else getattr(row, name) for row in kept], dtype)
+        columns[name] = _token_lists([None if row is None else getattr(row, name) for row in kept], dtype)
     return pa.table([columns[name] for name in schema().names], schema=schema())
 
 
-@cache
-def _short_types() -> dict[str, "pa.DataType"]:
-    return {field.name: field.type for field in schema() if field.name not in LONG_COLUMNS}
+_FOUND = (
+    *(
+        "row",
+        "step",
+        "uid",
+        "epoch",
+        "admission_index",
+        "scheduled_version",
+        "staleness",
+        "sample",
+        "branch",
+        "outcome",
+    ),
+    *("reason", "seconds", "engines", "advantage", "num_prompt_tokens", "num_response_tokens", "metrics"),
+)
 
 
-def _rows_of(ended: EndedGroup) -> Sequence[dict[str, Any]]:
-    group = ended.group
-    is_held_out = ended.outcome is Outcome.HELD_OUT
-    common = {
-        "step": ended.step,
-        "epoch": None if is_held_out else group.epoch,
-        "uid": group.uid,
-        "admission_index": None if is_held_out else group.admission_index,
-        "scheduled_version": group.scheduled_version,
-    }
-    if ended.outcome is Outcome.TRAINED:
-        common["staleness"] = ended.step - 1 - group.scheduled_version
-    rows: list[dict[str, Any]] = []
+def _found(first: int, ended: EndedGroup) -> Iterator[tuple[Any, ...]]:
+    """The values of the columns ``_FOUND`` in each row of a group."""
+    group, numbers = ended.group, itertools.count(first)
+    drawn = (None, None) if ended.outcome is Outcome.HELD_OUT else (group.epoch, group.admission_index)
+    staleness = ended.step - 1 - group.scheduled_version if ended.outcome is Outcome.TRAINED else None
+    common = (ended.step, group.uid, *drawn, group.scheduled_version, staleness)
     num_branches: dict[int, int] = {}
     for position, row in enumerate(group.trajectories):
         sample = position if row.sample_index is None else row.sample_index
-        outcome, reason = _outcome(ended, row)
-        found = common | {name: getattr(row, name) for name in _FIELDS}
-        found |= {
-            "outcome": outcome,
-            "reason": reason,
-            **_work_of(group, sample),
-            "sample": sample,
-            "branch": num_branches.setdefault(sample, 0),
-            "advantage": group.advantages[position] if group.advantages else None,
-            "is_truncated": row.is_truncated,
-            "num_prompt_tokens": len(row.prompt_token_ids),
-            "num_response_tokens": len(row.response_token_ids),
-            "metrics": json.dumps(row.metrics, default=str) if row.metrics else None,
-            "policy_versions": row.versions.to_json(),
-        }
-        num_branches[sample] += 1
-        rows.append(found)
-    failed = common | {"outcome": Outcome.FAILED, "reason": _utf8(f"{type(ended.failure).__name__}: {ended.failure}")}
-    return rows + [failed | _work_of(group, sample) | {"sample": sample} for sample in ended.failed]
+        branch = num_branches[sample] = num_branches.get(sample, -1) + 1
+        lengths = len(row.prompt_token_ids), len(row.response_token_ids)
+        advantage = group.advantages[position] if group.advantages else None
+        metrics = json.dumps(row.metrics, default=str) if row.metrics else None
+        known = (*_outcome(ended, row), *_work_of(group, sample), advantage, *lengths, metrics)
+        yield next(numbers), *common, sample, branch, *known
+    failure = (Outcome.FAILED, _utf8(f"{type(ended.failure).__name__}: {ended.failure}"))
+    for sample in ended.failed:
+        yield next(numbers), *common, sample, None, *failure, *_work_of(group, sample), None, None, None, None
 
 
-def _work_of(group: Group, sample: int) -> dict[str, Any]:
+def _work_of(group: Group, sample: int) -> tuple[float, Sequence[str] | None]:
     """Its own seconds and engines; the group's seconds where its own are not known."""
     work = group.work.get(sample)
-    return {
-        "seconds": group.generation_seconds if work is None else work.seconds,
-        "engines": list(work.engines) if work and work.engines else None,
-    }
+    return (group.generation_seconds, None) if work is None else (work.seconds, work.engines or None)
 
 
 def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
@@ -191,18 +197,38 @@ def _utf8(text: str | None) -> str | None:
     return text.encode(errors="backslashreplace").decode() if text else None
 
 
-def _lists(columns: Sequence[np.ndarray[Any, Any] | None], dtype: np.dtype[Any]) -> "pa.Array":
+def _token_lists(columns: Sequence[np.ndarray[Any, Any] | None], dtype: np.dtype[Any]) -> "pa.Array":
     """A list of values per row, null where there is no column."""
     import pyarrow as pa
 
-    lengths = [0 if column is None else len(column) for column in columns]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     values = np.concatenate([np.empty(0, dtype), *(column for column in columns if column is not None)])
-    is_kept = np.array([column is not None for column in columns], bool)
     if dtype == np.bool_:
         bits = pa.py_buffer(np.packbits(values, bitorder="little"))
         inner = pa.Array.from_buffers(pa.bool_(), len(values), [None, bits])
     else:
-        inner = pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(values), [None, pa.py_buffer(values)])
-    buffers = [pa.py_buffer(np.packbits(is_kept, bitorder="little")), pa.py_buffer(offsets)]
-    return pa.ListArray.from_buffers(pa.list_(inner.type), len(columns), buffers, children=[inner])
+        inner = pa.array(values)
+    return _lists(columns, inner)
+
+
+def _version_spans(rows: Sequence[Any]) -> "pa.Array":
+    """The runs of versions as ``VersionSpans.to_json`` has them, null where a row has none."""
+    import pyarrow as pa
+
+    runs = [None if row.versions is None else row.versions.spans for row in rows]
+    versions, ends = np.array([run for of_row in runs for run in of_row or ()], np.int32).reshape(-1, 2).T
+    offsets = _offsets(runs)
+    starts = np.roll(ends, 1)
+    starts[offsets[:-1][np.diff(offsets) > 0]] = 0
+    span = schema().field("policy_versions").type.value_type
+    return _lists(runs, pa.StructArray.from_arrays([versions, starts, ends], fields=list(span)))
+
+
+def _lists(rows: Sequence[Collection[Any] | None], values: "pa.Array") -> "pa.Array":
+    """A list per row of ``values``, which has those of all rows one after the other; null for None."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(_offsets(rows), values, mask=pa.array([row is None for row in rows], pa.bool_()))
+
+
+def _offsets(rows: Sequence[Collection[Any] | None]) -> np.ndarray[Any, Any]:
+    return np.cumsum([0, *(0 if row is None else len(row) for row in rows)], dtype=np.int32)

@@ -4,14 +4,14 @@ dataloader, client, generator, configuration ──make_run──> Run: stalenes
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.metrics.recorder import Recorder
+from skyrl_async.metrics.recorder import Recorder, no_log
 from skyrl_async.metrics.trace import Trace, trace_stages
 from skyrl_async.record.ended import CountsSamples, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
@@ -37,6 +37,8 @@ class TrainerCallbacks:
 
     log: Callable[[int, dict[str, float]], None]
     """Takes (step, values by metric name)."""
+    flush_log: Callable[[], Awaitable[None]] = no_log
+    """Waits until what was logged is on disk, or has failed to get there."""
     record: RecordsSamples = field(default_factory=CountsSamples)
     """Takes every group at its end."""
     show_stalls: Callable[[Sequence[str]], None] = lambda lines: None
@@ -128,7 +130,11 @@ def make_run(
             show=callbacks.show_stalls,
         )
     recorder = Recorder(
-        log=callbacks.log, trace=trace, record=callbacks.record, generation_counts=lambda: workers.counts
+        log=callbacks.log,
+        flush_log=callbacks.flush_log,
+        trace=trace,
+        record=callbacks.record,
+        generation_counts=lambda: workers.counts,
     )
     return Run(
         config=config,

@@ -105,7 +105,7 @@ class RunSaver:
         progress = self._progress(state.step, state.running)
         if unless_known and progress == self._known:
             return
-        await self.run.recorder.record.flush()  # or a resumed run would lack rows
+        await self.run.recorder.flush()  # or a resumed run would lack rows and lines
         path = await self.checkpointer.try_write(self.policy, state)
         if path is not None:
             self.newest, self.step, self._known = path, state.step, progress

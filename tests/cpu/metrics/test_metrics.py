@@ -1,13 +1,16 @@
 """Where numbers go: the log, TensorBoard, the trace, the curves, the summary, log lines."""
 
+import asyncio
 import contextlib
 import json
 import logging
 import math
+import os
 import re
 import resource
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,9 +25,10 @@ from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.sinks import TensorBoardSink
 from skyrl_async.metrics.summary import summary_table, write_summary
-from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.trace_parts import TraceParts
 from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,11 +43,12 @@ class Clock:
         return self.now
 
 
-def test_every_line_is_on_disk_once_logged(tmp_path: Path) -> None:
+def test_every_line_is_on_disk_without_a_close(tmp_path: Path) -> None:
     clock = Clock()
     log = MetricsLog(tmp_path / "metrics.jsonl", clock=clock)
     clock.now += 2.5
     log.log(1, {"reward/mean": 0.5, "policy/grad_norm": float("nan")})
+    asyncio.run(log.flush())
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line) == {"step": 1, "time_s": 2.5, "reward/mean": 0.5, "policy/grad_norm": None}
     log.close()
@@ -64,6 +69,7 @@ def test_a_resumed_log_drops_later_steps_and_goes_on_in_time(tmp_path: Path) -> 
     assert path.read_text() == before, "nothing was read"
     log = MetricsLog(path, resume_step=3, clock=clock)
     log.begin()
+    asyncio.run(log.flush())
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
     clock.now += 1
     log.log(4, {"reward/mean": 40.0})
@@ -224,35 +230,78 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_that_the_disk_refuses_are_lost_whole_and_reported_once(
+def test_lines_and_spans_that_the_disk_refuses_are_written_whole_and_once_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    log, trace = MetricsLog(tmp_path / "metrics.jsonl"), Trace(tmp_path / "trace", clock)
-    log.log(1, {"reward/mean": 1.0})
-    with trace.span("first", "a"):
-        pass
+    log, parts = MetricsLog(tmp_path / "metrics.jsonl"), TraceParts(tmp_path / "trace", clock, 10**6)
     part = tmp_path / "trace" / "000001.json"
-    size = min(path.stat().st_size for path in (tmp_path / "metrics.jsonl", part))
+
+    def write(*steps: int) -> None:
+        for step in steps:
+            log.log(step, {"reward/mean": 1.0})
+            parts.add_span(0.0, 1.0, {"ph": "X", "name": f"step {step}", "tid": 1})
+            asyncio.run(log.flush())
+            asyncio.run(parts.flush())
+
+    write(1)
     caplog.clear()
-    with files_of_at_most(size + 20):
-        for step in (2, 3, 4):
-            log.log(step, {"reward/mean": 1.0, "reward/eval": 1.0})
-    with files_of_at_most(part.stat().st_size + 20), trace.span("lost", "a"):
-        pass
-    said = [record.getMessage() for record in caplog.records]
-    assert [message.partition(" cannot be written (File too large)")[0] for message in said] == [
-        str(tmp_path / "metrics.jsonl"),
-        str(part),
+    with files_of_at_most(20 + min(path.stat().st_size for path in (tmp_path / "metrics.jsonl", part))):
+        write(2, 3, 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"lines cannot be written: File too large; they are tried again ({tmp_path / 'metrics.jsonl'})",
+        f"spans cannot be written: File too large; they are tried again ({tmp_path / 'trace'})",
     ]
-    log.log(5, {"reward/mean": 0.5})
-    with trace.span("last", "a"):
-        pass
+    write(5)
     log.close()
+    parts.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [event["name"] for event in json.loads(part.read_text())[1:]] == [f"step {step}" for step in range(1, 6)]
+
+
+def test_a_disk_that_hangs_under_the_figures_and_the_trace_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both files are pipes, which nobody reads: to open one blocks a thread for real."""
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.metrics.tracker.MAX_WAITING_BYTES", 2_000)
+    monkeypatch.setattr("skyrl_async.metrics.trace_parts.MAX_WAITING_BYTES", 2_000)
+    (tmp_path / "trace").mkdir()
+    pipes = [tmp_path / "metrics.jsonl", tmp_path / "trace" / "000001.json"]
+    log, trace = MetricsLog(pipes[0], resume_step=math.inf), TraceParts(tmp_path / "trace", Clock(), 10**6)
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    before = threading.active_count()
+
+    async def take_steps() -> float:
+        began = asyncio.get_running_loop().time()
+        for step in range(1, 101):
+            log.log(step, {"reward/mean": 1.0})
+            trace.add_span(0.0, 1.0, {"ph": "X", "name": f"step {step}", "tid": 1})
+            if step % 10 == 0:  # a checkpoint
+                await log.flush()
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(take_steps()) < 2.0, "one checkpoint waits, and no later one"
+    for file, what in ((log, "lines"), (trace, "spans")):
+        file.close()
+        assert caplog.text.count(f"{what} are left out: the disk does not keep up with them") == 1
+        assert caplog.text.count(f"the last {what} are not yet in") == 1
+    assert caplog.text.count("lines wait: the disk hangs, and the run goes on without them") == 1
+    assert threading.active_count() <= before + 5
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._CLOSE_TIMEOUT_S", PATIENCE_S)
+    os.close(os.open(pipes[0], os.O_WRONLY))  # the disk is back
+    log.close()
+    reader = os.open(pipes[1], os.O_RDONLY | os.O_NONBLOCK)
     trace.close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 5]
-    events = json.loads(part.read_text())
-    assert [event["name"] for event in events if event["ph"] == "X"] == ["first", "last"]
+    events = json.loads(os.read(reader, 1 << 16))
+    os.close(reader)
+    written = [row["step"] for row in read_rows(pipes[0])], [e["name"] for e in events if e["ph"] == "X"]
+    for steps in written:
+        assert 10 < len(steps) < 100
+    assert written[0] == list(range(1, len(written[0]) + 1))
+    assert written[1] == [f"step {step}" for step in range(1, len(written[1]) + 1)]
 
 
 def test_a_log_file_on_a_full_disk_is_reported_once_and_is_no_error(

@@ -154,6 +154,8 @@ def test_a_part_that_was_never_closed_needs_only_its_bracket_and_reads_without_i
     for name in ("first", "second"):
         with trace.span(name, "trainer"):
             pass
+    assert trace._parts is not None
+    asyncio.run(trace._parts.flush())
     part = tmp_path / "000001.json"
     assert len(json.loads(part.read_text() + "]")) == 6
     part.write_text(part.read_text()[:-5])
@@ -165,7 +167,7 @@ def test_every_part_opens_alone_with_the_names_of_all_rows(tmp_path: Path) -> No
     clock = Clock()
     with closing(Trace(tmp_path, clock, max_bytes=16_000)) as trace:
         trace.past_span("load", "engine-0/load", 100.0, 101.0)
-        while not (tmp_path / "000004.json").exists():
+        for _ in range(45):
             clock.now += 1
             trace.past_span("step", "training", clock.now - 1, clock.now)
     for number in range(1, 5):
@@ -203,7 +205,8 @@ class AtOnce:
 def test_after_100_000_steps_the_trace_is_within_its_limit_and_thinned_with_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("skyrl_async.metrics.trace_parts.DaemonThreads", AtOnce)
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer.DaemonThreads", AtOnce)
+    monkeypatch.setattr("skyrl_async.metrics.trace_parts._WRITE_INTERVAL_S", 0.0)
     monkeypatch.setattr("skyrl_async.metrics.trace_parts._LINES_PER_TURN", 10**9)
     caplog.set_level(logging.INFO, "skyrl_async.metrics.trace_parts")
     clock, max_bytes, largest = Clock(), 2_000_000, 0

@@ -213,12 +213,12 @@ def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_p
         assert sum(file.num_bytes for file in files_in(directory / DIRECTORY)) <= max_bytes
         return read_samples(directory).to_pylist()
 
-    thinned = record_steps(2.0e6, 200, tmp_path / "a")
+    thinned = record_steps(3.5e6, 200, tmp_path / "a")
     assert [found["uid"] for found in thinned] == [f"p{step}" for step in range(200)]
     has_tokens = [found["logprobs"] is not None for found in thinned]
     assert not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
     assert caplog.text.count("trainer.samples.max_gb") == 1
-    steps = [found["step"] for found in record_steps(1e6, 300, tmp_path / "b")]
+    steps = [found["step"] for found in record_steps(2e6, 300, tmp_path / "b")]
     assert steps == list(range(steps[0], 300)) and 0 < steps[0] < 280, "the figures of the oldest are gone"
 
 
@@ -232,6 +232,7 @@ def test_a_resumed_run_goes_on_after_the_rows_of_its_checkpoint(
         record.add(ended(f"p{step}", step, Outcome.TRAINED, row(), row()))
         asyncio.run(record.flush())
     record.close()
+    SampleRecord(run_dir / DIRECTORY).close()
     again = SampleRecord(run_dir / DIRECTORY)
     again.restore(kept)
     assert read_samples(run_dir).num_rows == 12, "until it begins"
@@ -247,13 +248,14 @@ def test_a_record_that_lacks_rows_is_cut_at_the_same_sample(tmp_path: Path, monk
     record = SampleRecord(tmp_path / DIRECTORY)
     record.add(ended("p0"))
     with monkeypatch.context() as full:
-        full.setattr("skyrl_async.record.sample_record._MAX_WAITING_BYTES", 0)
+        full.setattr(record._writer, "_max_bytes", 0)
         record.add(ended("p1"))
     record.add(ended("p2"))
     record.close()
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p2"]
     again = SampleRecord(tmp_path / DIRECTORY)
     again.restore(2)
+    again.begin()
     again.close()
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0"]
 
@@ -340,8 +342,8 @@ def test_a_disk_that_hangs_costs_no_run_a_bounded_memory_and_one_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The files that may be written next are pipes, which nobody reads: to open one blocks a thread for real."""
-    monkeypatch.setattr("skyrl_async.record.sample_record._FLUSH_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("skyrl_async.record.sample_record._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._CLOSE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("skyrl_async.record.sample_record._MAX_WAITING_BYTES", 20_000)
     record = SampleRecord(tmp_path / DIRECTORY)
     record.add(ended("p0"))
@@ -366,7 +368,7 @@ def test_a_disk_that_hangs_costs_no_run_a_bounded_memory_and_one_thread(
     assert caplog.text.count("the disk hangs, and the run goes on without them") == 1
     assert caplog.text.count("samples are left out: the disk does not keep up with them") == 1
     assert caplog.text.count("the last samples are not yet in") == 1 and str(tmp_path) in caplog.text
-    monkeypatch.setattr("skyrl_async.record.sample_record._CLOSE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._CLOSE_TIMEOUT_S", PATIENCE_S)
     readers = [os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) for pipe in pipes]  # the disk is back
     record.close()
     for reader in readers:
