@@ -26,6 +26,8 @@ from skyrl_async.errors import (
 logger = logging.getLogger(__name__)
 
 
+_FINAL = {"x-should-retry": "false"}
+"""Read by the SDKs of OpenAI and Anthropic. Without it Claude Code sends a request again for minutes, lest its key was renewed."""
 _NO_ENGINE_RETRY_S = 10
 """Engines boot in tens of seconds."""
 
@@ -53,7 +55,8 @@ class ApiError(Exception):
     def response_for(self, path: str) -> JSONResponse:
         """The response in the format of the surface at ``path``: Anthropic's SDK looks for a type beside the error."""
         outer = {"type": "error"} if "/v1/messages" in path else {}
-        return StrictJSONResponse(outer | self.body, self.status, headers=self.headers)
+        headers = dict(self.headers or {}) | (_FINAL if self.status == 401 else {})
+        return StrictJSONResponse(outer | self.body, self.status, headers=headers)
 
 
 _API_ERRORS: Mapping[type[Exception], tuple[int, str]] = {

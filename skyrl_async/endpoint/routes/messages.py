@@ -1,11 +1,12 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API with text and tools.
 
 Messages become the ones that a chat client would have sent, so that a session finds its turns. Unknown fields and server tools are ignored.
+A tool that is to be loaded later (``defer_loading``) stands in the prompt where a tool result refers to it, and nowhere else.
 Does not know how prompts are made or tokens sampled.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -43,14 +44,16 @@ _RAW_ARGUMENTS = "__raw_arguments__"
 _TEXT = {"text": "text"}
 
 
-def chat_messages(messages: Sequence[Mapping[str, Any]], system: Any) -> tuple[Message, ...]:
-    """The conversation in chat form; ``ApiError`` names a block that cannot be used."""
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], system: Any, deferred: Mapping[str, Tool] | None = None
+) -> tuple[Message, ...]:
+    """The conversation in chat form; ``ApiError`` names a block that cannot be used. ``deferred``: tools that results may refer to."""
     chat: list[Message] = []
     instructions = texts_at({"system": system}, "system", "", _TEXT)
     if any(instructions):
         chat.append({"role": "system", "content": chat_content(instructions)})
     for index, message in enumerate(messages):
-        chat += _chat_messages(message, f"messages.{index}")
+        chat += _chat_messages(message, f"messages.{index}", deferred or {})
     if chat[-1]["role"] == "assistant":
         raise refused("messages", "must end with a user message: an answer that is begun (a prefill) is not continued")
     return tuple(chat)
@@ -68,11 +71,11 @@ def tool_input(arguments: str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {_RAW_ARGUMENTS: arguments}
 
 
-def _chat_messages(message: Mapping[str, Any], where: str) -> list[Message]:
+def _chat_messages(message: Mapping[str, Any], where: str, deferred: Mapping[str, Tool]) -> list[Message]:
     role = message.get("role")
     match role:
         case "user":
-            return _user_messages(message, where)
+            return _user_messages(message, where, deferred)
         case "assistant":
             return [_assistant_message(message, where)]
         case "system":
@@ -90,7 +93,7 @@ def _blocks(message: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[s
     return [(at := f"{where}.content.{i}", object_at(block, at)) for i, block in enumerate(content)]
 
 
-def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
+def _user_messages(message: Mapping[str, Any], where: str, deferred: Mapping[str, Tool]) -> list[Message]:
     """Tool results become messages of their own; text around them becomes user messages, in the same order."""
     chat: list[Message] = []
     texts: list[str] = []
@@ -106,13 +109,27 @@ def _user_messages(message: Mapping[str, Any], where: str) -> list[Message]:
                 texts.append(string_at(block, "text", at))
             case "tool_result":
                 end_text()
-                content = chat_content(texts_at(block, "content", at, _TEXT))
+                content = chat_content(texts_at(_with_tools(block, deferred), "content", at, _TEXT))
                 call_id = name_at(block, "tool_use_id", at)
                 chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case kind:
                 raise unsupported(at, kind, "a user's content may be text and tool_result")
     end_text()
     return chat or [{"role": "user", "content": ""}]
+
+
+def _with_tools(block: Mapping[str, Any], deferred: Mapping[str, Tool]) -> Mapping[str, Any]:
+    """A tool result in which each reference to a tool is the tool, as text."""
+
+    def shown(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "tool_reference":
+            return part
+        name = str(part.get("tool_name"))
+        tool = deferred.get(name, {"function": {"name": name}})
+        return {"type": "text", "text": json.dumps(tool["function"], ensure_ascii=False)}
+
+    content = block.get("content")
+    return {**block, "content": [shown(part) for part in content]} if isinstance(content, list) else block
 
 
 def _assistant_message(message: Mapping[str, Any], where: str) -> Message:
@@ -155,6 +172,15 @@ class Conversation(ToolFields):
     def chat_tool(self, tool: Mapping[str, Any], where: str) -> Tool:
         return chat_tool(tool, where, parameters="input_schema")
 
+    def listed_tools(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return ((where, tool) for where, tool in super().listed_tools() if not tool.get("defer_loading"))
+
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages in chat form."""
+        later = [(f"tools.{i}", tool) for i, tool in enumerate(self.tools) if tool.get("defer_loading")]
+        deferred = {name_at(tool, "name", where): self.chat_tool(tool, where) for where, tool in later}
+        return chat_messages(self.messages, self.system, deferred)
+
 
 class MessagesRequest(Conversation, SamplingFields):
     """A body of ``POST /v1/messages``: Anthropic's fields and those of ``SamplingFields``. Null means the default everywhere.
@@ -174,7 +200,7 @@ class MessagesRequest(Conversation, SamplingFields):
             session_header,
             self.max_tokens,
             format_of(self.output_config.get("format"), "output_config.format", served=("json_schema",)),
-            messages=chat_messages(self.messages, self.system),
+            messages=self.conversation(),
             **self.tool_fields(),
         )
         return (request,)
@@ -283,7 +309,7 @@ def count_tokens_route(serving: Serving) -> Route:
     async def count_tokens(request: Request) -> Response:
         body = checked_body(request, Conversation)
         serving.require_model(body.model)
-        messages, tools = chat_messages(body.messages, body.system), body.chat_tools() or None
+        messages, tools = body.conversation(), body.chat_tools() or None
 
         def count() -> dict[str, int]:
             return {"input_tokens": len(serving.renderer.render(messages, tools=tools))}

@@ -1,18 +1,24 @@
 """``POST /v1/responses``: OpenAI's Responses API without a store.
 
 Every request brings its whole conversation; fields that need a store are refused. The items of one assistant turn (reasoning, message,
-function calls) become one message, as a chat client would have sent it, so that a session finds its turns. Unknown fields, and tools that
-are no functions, are ignored. Does not know how prompts are made or tokens sampled.
+function calls) become one message, as a chat client would have sent it, so that a session finds its turns. A function in a namespace is
+called ``namespace.name``. Unknown fields, and tools that are no functions, are ignored. Does not know how prompts are made or tokens
+sampled.
 """
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.fields import (
     chat_content,
     ignored_metadata,
@@ -28,6 +34,8 @@ from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.routes.schema import Checked, SamplingFields, ToolFields, assistant_message, format_of
 from skyrl_async.endpoint.routes.surface import ItemsCall, chat_logprobs, provenance
 from skyrl_async.types import Completion, CompletionDelta, Message, ToolCall
+
+PATH = "/v1/responses"
 
 _INPUT_PARTS = {"input_text": "text", "output_text": "text", "text": "text"}
 _OUTPUT_PARTS = _INPUT_PARTS | {"refusal": "refusal"}
@@ -124,8 +132,16 @@ def _turn_of(conversation: list[Message | _Turn], kind: str, item: Mapping[str, 
 
 
 def _chat_call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = {"name": name_at(item, "name", where), "arguments": string_at(item, "arguments", where)}
+    name = name_at(item, "name", where)
+    if item.get("namespace"):
+        name = _qualified(name_at(item, "namespace", where), name)
+    function = {"name": name, "arguments": string_at(item, "arguments", where)}
     return {"id": name_at(item, "call_id", where), "type": "function", "function": function}
+
+
+def _qualified(namespace: str, name: str) -> str:
+    """The name by which the policy calls a function of a namespace."""
+    return f"{namespace}.{name}"
 
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -178,6 +194,29 @@ class ResponsesRequest(ToolFields, SamplingFields):
         """Whether text comes with the log-probs of the answer's tokens."""
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
+    def listed_tools(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The tools, those in a namespace one by one under their qualified names."""
+        for where, tool in super().listed_tools():
+            if tool.get("type") != "namespace":
+                yield where, tool
+                continue
+            namespace = name_at(tool, "name", where)
+            functions = tool.get("tools") or []
+            if not isinstance(functions, list):
+                raise refused(f"{where}.tools", f"must be a list, got {type(functions).__name__}")
+            for i, inner in enumerate(functions):
+                at = f"{where}.tools.{i}"
+                yield at, {**object_at(inner, at), "name": _qualified(namespace, name_at(inner, "name", at))}
+
+    def names(self) -> dict[str, dict[str, str]]:
+        """Qualified name -> name and namespace, of the functions in namespaces."""
+        spaces = [tool for tool in self.tools if tool.get("type") == "namespace"]
+        return {
+            _qualified(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
+            for space in spaces
+            for tool in space.get("tools") or ()
+        }
+
     def to_generation(self, session_header: str | None) -> tuple[GenerationRequest, ...]:
         for name, advice in _STATEFUL.items():
             if getattr(self, name):
@@ -202,6 +241,7 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
     def __init__(self, planned: Sequence[Planned], body: ResponsesRequest, serving: Serving) -> None:
         super().__init__(planned, body, serving)
         self._num_events = 0
+        self._names = body.names()
         self._new_logprobs: list[Mapping[str, Any]] = []
         """Those of tokens since the last piece of a message: reasoning's wait for the message."""
         self._message_logprobs: list[Mapping[str, Any]] = []
@@ -246,11 +286,14 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
 
     def add_call(self, call: ToolCall) -> None:
         place = {"item_id": item_id("fc", self._name, len(self._items)), "output_index": len(self._items)}
-        item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
+        item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, **self._called(call.name)}
         self._begin_item(item | {"arguments": "", "status": "in_progress"})
         self._event("function_call_arguments.delta", **place, delta=call.arguments)
-        self._event("function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        self._event("function_call_arguments.done", **place, **self._called(call.name), arguments=call.arguments)
         self._end_item(item | {"arguments": call.arguments, "status": "completed"})
+
+    def _called(self, name: str) -> dict[str, str]:
+        return self._names.get(name) or {"name": name}
 
     def finish(self, answer: Answer) -> dict[str, Any]:
         completion, status = answer.completion, "incomplete" if self._is_cut else "completed"
@@ -308,3 +351,14 @@ class ResponsesCall(ItemsCall[ResponsesRequest]):
     def _event(self, kind: str, **fields: Any) -> None:
         self._emit({"type": f"response.{kind}", "sequence_number": self._num_events, **fields})
         self._num_events += 1
+
+
+def no_websocket_route() -> Route:
+    """The route that refuses the WebSocket by which Codex first tries to send requests; 426 makes it POST them at once."""
+
+    async def refuse(request: Request) -> Response:
+        if request.headers.get("upgrade", "").lower() != "websocket":
+            raise HTTPException(405, "POST a request", headers={"Allow": "POST"})
+        raise ApiError(426, f"{PATH} takes no WebSocket: POST the request", code="websocket_not_served")
+
+    return Route(PATH, refuse, methods=["GET"])

@@ -4,7 +4,7 @@ Unknown fields are ignored, never refused: every harness sends some of its own. 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
@@ -217,10 +217,15 @@ class ToolFields(Body):
     def chat_tools(self) -> tuple[Tool, ...]:
         """The tools that are served, in chat form; ``ApiError`` names what cannot be used."""
         return tuple(
-            self.chat_tool(tool, f"tools.{i}")
-            for i, tool in enumerate(self.tools)
-            if string_at({"type": self._type(tool)}, "type", f"tools.{i}") == self.served_tools
+            self.chat_tool(tool, where)
+            for where, tool in self.listed_tools()
+            if string_at({"type": self._type(tool)}, "type", where) == self.served_tools
         )
+
+    def listed_tools(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(place, tool) of each tool that stands in the prompt, or is ignored."""
+        for i, tool in enumerate(self.tools):
+            yield f"tools.{i}", tool
 
     def chat_tool(self, tool: Mapping[str, Any], where: str) -> Tool:
         """A served tool in chat form."""
@@ -229,7 +234,7 @@ class ToolFields(Body):
     @property
     def ignored_tools(self) -> tuple[str, ...]:
         """The tools that are not served, by type and name."""
-        return tuple(tool_name(tool) for tool in self.tools if self._type(tool) != self.served_tools)
+        return tuple(tool_name(tool) for _, tool in self.listed_tools() if self._type(tool) != self.served_tools)
 
     def choice(self) -> str:
         """``auto``, ``none``, ``required`` or a function's name."""

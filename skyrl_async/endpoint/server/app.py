@@ -20,7 +20,7 @@ from skyrl_async.endpoint.requests.errors import ERROR_HANDLERS
 from skyrl_async.endpoint.requests.guard import BodyLimit, KeyGuard
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.requests.streaming import EventStyle
-from skyrl_async.endpoint.routes import operations, sessions
+from skyrl_async.endpoint.routes import operations, responses, sessions
 from skyrl_async.endpoint.routes.chat_completions import ChatCall, ChatCompletionRequest
 from skyrl_async.endpoint.routes.completions import CompletionCall, CompletionRequest
 from skyrl_async.endpoint.routes.messages import MessagesCall, MessagesRequest, count_tokens_route
@@ -67,7 +67,8 @@ def create_app(
     routes = [
         sampling_route(serving, "/v1/chat/completions", ChatCompletionRequest, ChatCall),
         sampling_route(serving, "/v1/completions", CompletionRequest, CompletionCall),
-        sampling_route(serving, "/v1/responses", ResponsesRequest, ResponsesCall, style=EventStyle.named),
+        sampling_route(serving, responses.PATH, ResponsesRequest, ResponsesCall, style=EventStyle.named),
+        responses.no_websocket_route(),
         sampling_route(serving, "/v1/messages", MessagesRequest, MessagesCall, style=EventStyle.named),
         count_tokens_route(serving),
         *sessions.routes(serving),

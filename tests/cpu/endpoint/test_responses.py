@@ -384,7 +384,7 @@ async def test_what_is_not_served_is_refused_by_name(body: dict[str, Any], param
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata(is_streamed: bool) -> None:
     sampler = ScriptedSampler()
-    namespace = {"type": "namespace", "name": "agents", "tools": [WEATHER]}
+    namespace = {"type": "namespace", "name": "agents", "tools": [PATCH]}
     tools: Any = [PATCH, WEATHER, {"type": "web_search"}, {"type": "local_shell"}, namespace]
     fields: Any = {"model": "policy", "input": "hello", "tools": tools, "metadata": {"a": "b"}}
     async with client_of(sampler) as client:
@@ -394,7 +394,7 @@ async def test_tools_that_are_no_functions_are_ignored_and_named_in_the_metadata
             response = response.response
         else:
             response = await client.responses.create(**fields)
-    ignored = "custom f, web_search, local_shell, namespace agents"
+    ignored = "custom f, web_search, local_shell, custom agents.f"
     assert response.metadata == {"a": "b", "ignored_tools": ignored}
     assert response.output_text == "héllo"
     assert sampler.prompts == [tuple(RENDERER.render([USER], tools=[CHAT_WEATHER]))]
