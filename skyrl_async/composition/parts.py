@@ -23,9 +23,11 @@ from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import HARBOR_TASK
 from skyrl_async.data.dataloader import _AsyncDataloader
+from skyrl_async.generators.agent.harness import Harness
 from skyrl_async.generators.agent.settings import check_agent_settings, make_agent_generator
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.harbor.trials import VerifierReward, harbor_harness
+from skyrl_async.harnesses.registry import named_harness, shipped
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -50,6 +52,8 @@ def check_generator(config: Config) -> None:
     generator = config.generator
     if generator.kind is GeneratorKind.agent:
         check_agent_settings(generator)
+        if generator.harness is not None and config.task.name != HARBOR_TASK:
+            shipped(generator.harness)
     elif generator.entrypoint is not None:
         import_function("generator.entrypoint", generator.entrypoint)
 
@@ -69,10 +73,13 @@ def make_generator(
     limits: Any = {"max_turns": generator.max_turns, "max_trajectory_tokens": generator.max_trajectory_tokens}
     if generator.kind is GeneratorKind.agent:
         assert endpoint is not None
-        harness, reward_source = None, None
+        harness: Harness | None = None
+        reward_source = None
         if config.task.name == HARBOR_TASK:
             reward_source = VerifierReward()
             harness, generator = harbor_harness(generator, Path(config.cache_dir), run_dir)
+        elif generator.harness is not None:
+            harness = named_harness(generator, Path(config.cache_dir), run_dir)
         made = make_agent_generator(
             generator,
             urls=endpoint.urls,

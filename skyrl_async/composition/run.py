@@ -32,6 +32,7 @@ from skyrl_async.composition.time_sharing import device_groups
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, HARBOR_TASK
 from skyrl_async.harbor.trials import check_harbor
+from skyrl_async.harnesses.registry import check_harness
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
@@ -125,6 +126,8 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     prompts = prepare_prompts(config)
     if config.task.name == HARBOR_TASK:
         check_harbor(generator, Path(config.cache_dir), say)
+    elif generator.harness is not None:
+        check_harness(generator, Path(config.cache_dir), say)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
     check_logprobs(config, initial)

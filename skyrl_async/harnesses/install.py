@@ -81,8 +81,7 @@ def environment_of(name: str, packages: PythonPackages | NpmPackages, *, cache_d
     Raises:
         ConfigError: a tool is missing, or the installation failed; with its last lines.
     """
-    digest = hashlib.sha256(repr(packages).encode()).hexdigest()[:8]
-    directory = cache_dir.expanduser().absolute() / "harnesses" / f"{name}-{digest}"
+    directory = _directory(name, packages, cache_dir)
     if not (directory / _DONE).exists():
         with _locked(directory.with_suffix(".lock")):
             if not (directory / _DONE).exists():
@@ -91,6 +90,16 @@ def environment_of(name: str, packages: PythonPackages | NpmPackages, *, cache_d
                 packages.fill(directory)
                 (directory / _DONE).touch()
     return directory / packages.bin_dir
+
+
+def is_installed(name: str, packages: PythonPackages | NpmPackages, cache_dir: Path) -> bool:
+    """Whether the environment is there."""
+    return (_directory(name, packages, cache_dir) / _DONE).exists()
+
+
+def _directory(name: str, packages: PythonPackages | NpmPackages, cache_dir: Path) -> Path:
+    digest = hashlib.sha256(repr(packages).encode()).hexdigest()[:8]
+    return cache_dir.expanduser().absolute() / "harnesses" / f"{name}-{digest}"
 
 
 @contextmanager

@@ -70,7 +70,13 @@ class StandIn:
             return refusal(401, "this key is not the controller's")
         session = StandInSession(id=f"s{next(self._names)}", asked=await request.json())
         self.sessions[session.id] = session
-        created = {"id": session.id, "api_key": f"sk-{session.id}", "base_url": f"{self.root}/v1", "model": "policy"}
+        created = {
+            "id": session.id,
+            "api_key": f"sk-{session.id}",
+            "base_url": f"{self.root}/v1",
+            "model": "policy",
+            "max_model_len": 1000,
+        }
         return JSONResponse({**created, "state": "open"}, 201)
 
     async def _show(self, name: str) -> Response:

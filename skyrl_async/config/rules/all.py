@@ -144,6 +144,10 @@ def generator_rules(config: Config) -> Iterator[str]:
         yield f"generator.harness must name an agent with task=harbor (generator=agent generator.harness=terminus-2), got {found}"
     if task.name == HARBOR_TASK and generator.reward is not None:
         yield f"generator.reward must be null with task=harbor, whose tasks bring verifiers, got {generator.reward!r}"
+    is_shipped = generator.harness is not None and task.name != HARBOR_TASK
+    if generator.harness_args and not is_shipped:
+        where = "generator.harbor.agent_kwargs" if generator.harness is not None else "generator.command"
+        yield f"generator.harness_args needs generator.harness and another task than harbor, got {generator.harness_args}; see {where}"
     if is_agent and generator.rollout_timeout_s <= generator.agent_timeout_s:
         yield (
             f"generator.rollout_timeout_s must be > generator.agent_timeout_s ({generator.agent_timeout_s:g}), got "

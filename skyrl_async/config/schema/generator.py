@@ -51,14 +51,18 @@ class HarborConfig:
 class GeneratorConfig:
     kind: GeneratorKind = GeneratorKind.gym
     """gym plays environments over generate(); gym_http over the endpoint with the openai client; agent runs any harness against the
-    endpoint: generator.command or generator.entrypoint.
+    endpoint: generator.harness, generator.command or generator.entrypoint.
     """
     entrypoint: str | None = None
     """module:function. With kind=agent the harness, an async function called with an AgentTask; else what makes a generator of your own,
     called with (client, renderer, config).
     """
     harness: str | None = None
-    """An agent by name, for kind=agent. With task=harbor: Harbor's agents, such as terminus-2."""
+    """An agent by name, for kind=agent: claude-code, codex, ... (`uv run -m skyrl_async.harnesses` lists them); installed at the first use.
+    With task=harbor: Harbor's agents, such as terminus-2.
+    """
+    harness_args: list[str] = field(default_factory=list)
+    """Arguments added to the command line of generator.harness, such as ['--append-system-prompt', 'Be brief.']. Not with task=harbor."""
     harbor: HarborConfig = field(default_factory=HarborConfig)
     """How trials of task=harbor are played."""
     command: str | None = None

@@ -73,7 +73,7 @@ GROUPS: dict[str, dict[str, Option]] = {
         "generator.kind",
         gym="skyrl_gym environments over generate(), in process.",
         gym_http="skyrl_gym environments over the endpoint.",
-        agent="Any harness, unmodified, against the endpoint: generator.command or generator.entrypoint.",
+        agent="Any harness, unmodified, against the endpoint: generator.harness, generator.command or generator.entrypoint.",
     ),
     "training": _values_of(
         "training.backend",

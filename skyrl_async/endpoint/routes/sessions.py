@@ -64,8 +64,14 @@ def routes(serving: Serving) -> list[Route]:
             label=body.label,
             limits=replace(store.settings.limits, **asked),
         )
-        base_url = f"{request.base_url}v1"
-        created = {"id": session.id, "api_key": key, "base_url": base_url, "model": serving.model_name, "state": "open"}
+        created = {
+            "id": session.id,
+            "api_key": key,
+            "base_url": f"{request.base_url}v1",
+            "model": serving.model_name,
+            "max_model_len": serving.sampler.max_model_len,
+            "state": "open",
+        }
         return StrictJSONResponse(created, 201)
 
     async def show_session(request: Request) -> Response:

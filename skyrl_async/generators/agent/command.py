@@ -11,6 +11,7 @@ programs; the next run in the same directory ends programs that the guard missed
 | `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `ANTHROPIC_MODEL` | the same without `/v1` |
 | `SKYRL_TASK_FILE` | JSON: `uid`, `messages`, `extras`, `sample_index`, `is_evaluation` |
 | `SKYRL_RESULT_FILE` | may be written: JSON `{"output": "..."}`, the answer to be judged, in place of the last reply or what is printed |
+| `SKYRL_MAX_MODEL_LEN` | tokens of the policy's context, prompt and answer together |
 | `SKYRL_RUN_DIR`, `SKYRL_RUN_PROCESS` | the run, by which its agents are found after it was killed |
 | `PASSED`, `LC_*`, `AGENT_*` | as in this process |
 """
@@ -28,7 +29,7 @@ from asyncio.subprocess import Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from skyrl_async.config.schema.generator import AgentAnswer
 from skyrl_async.errors import GenerationError, InvalidResultError
@@ -54,6 +55,16 @@ _NUM_TAIL_LINES = 15
 _REAP_TIMEOUT_S = 5.0
 
 
+class Adapter(Protocol):
+    """What is known of one program beside its command line."""
+
+    def prepare(self, environment: Mapping[str, str], task: AgentTask, directory: Path) -> Mapping[str, str]:
+        """Write the program's files below ``directory``, which is empty; returns variables that are added to its ``environment``."""
+
+    def result(self, status: int, stdout: str) -> AgentResult:
+        """What the program has done. Raises ``GenerationError`` if it failed."""
+
+
 class CommandHarness:
     """Runs a command line with ``/bin/sh -c`` in the task's working directory, and ends all its processes with it.
 
@@ -69,6 +80,7 @@ class CommandHarness:
         launch_dir: Path | None = None,
         run_dir: Path | None = None,
         answer: AgentAnswer = AgentAnswer.last_message,
+        adapter: Adapter | None = None,
     ) -> None:
         """
         Args:
@@ -76,6 +88,7 @@ class CommandHarness:
             launch_dir: directory of the command's files; None is this process's.
             run_dir: directory of the run; a resumed run finds left agents by it, with ``end_agents_of``.
             answer: whether the program's output is its answer where it leaves no result.
+            adapter: of a program that is known; None: any program, which may write a result.
         """
         self._command = with_absolute_files(command, launch_dir or Path.cwd())
         self._marks = {"SKYRL_RUN_PROCESS": uuid.uuid4().hex}
@@ -83,6 +96,7 @@ class CommandHarness:
             self._marks[_RUN_DIR] = str(run_dir.absolute())
         self._is_guarded = False
         self._answer = answer
+        self._adapter = adapter
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises ``GenerationError`` if the program cannot be started, exits with another status than 0 or leaves an invalid result.
@@ -92,12 +106,16 @@ class CommandHarness:
         task_file, result_file = directory / "task.json", directory / "result.json"
         _write_task(task, task_file)
         environment = agent_environment(task, task_file, result_file) | self._marks
+        if self._adapter is not None:
+            environment |= self._adapter.prepare(environment, task, directory)
         with (
             task_file.open("rb") as stdin,
             (directory / "stdout.log").open("w+b") as stdout,
             (directory / "stderr.log").open("w+b") as stderr,
         ):
             status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
+            if self._adapter is not None:
+                return self._adapter.result(status, _printed(stdout).replace(task.api_key, "<key>"))
             if status != 0:
                 words = _output_tail(stderr) or _output_tail(stdout)
                 raise GenerationError(
@@ -181,6 +199,7 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
         "ANTHROPIC_MODEL": task.model,
         "SKYRL_TASK_FILE": str(task_file),
         "SKYRL_RESULT_FILE": str(result_file),
+        "SKYRL_MAX_MODEL_LEN": str(task.max_model_len),
     }
 
 
@@ -230,7 +249,7 @@ def _printed(stream: BinaryIO) -> str:
     num_bytes = os.fstat(stream.fileno()).st_size
     if num_bytes > _MAX_RESULT_BYTES:
         raise InvalidResultError(
-            f"with generator.answer=stdout an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes"
+            f"an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes"
         )
     return os.pread(stream.fileno(), num_bytes, 0).decode(errors="replace").strip()
 

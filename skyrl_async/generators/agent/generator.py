@@ -305,6 +305,7 @@ def _task(session: AgentSession, request: GroupRequest, index: int, working_dir:
         base_url=session.base_url,
         api_key=session.api_key,
         model=session.model,
+        max_model_len=session.max_model_len,
         working_dir=working_dir,
         sample_index=index,
         is_evaluation=request.is_evaluation,

@@ -38,6 +38,8 @@ class AgentTask:
     api_key: str = field(repr=False)
     """Key of this sample's session, which records all requests made with it."""
     model: str
+    max_model_len: int
+    """Tokens of the policy's context, prompt and answer together."""
     working_dir: Path
     """Directory of this sample alone; empty at first."""
     sample_index: int

@@ -124,7 +124,10 @@ class SessionPool:
         first = next(self._next_url)
         roots = (*self._urls[first:], *self._urls[:first])
         roots = roots if len(roots) > 1 else roots * 2
-        read, expected = partial(AgentSession, self._client, self._resending), "id, api_key, base_url and model"
+        read, expected = (
+            partial(AgentSession, self._client, self._resending),
+            "id, api_key, base_url, model and max_model_len",
+        )
         send = partial(_ask, self._client, "POST", roots, "/sessions", body, read, expected)
         return await self._resending.until_answered(send)
 
@@ -132,10 +135,11 @@ class SessionPool:
 class AgentSession:
     """A conversation, possibly with several branches, at the endpoint under its own key."""
 
-    def __init__(self, client: httpx.AsyncClient, resending: Resending, root: str, created: Mapping[str, str]) -> None:
+    def __init__(self, client: httpx.AsyncClient, resending: Resending, root: str, created: Mapping[str, Any]) -> None:
         """``created`` is the endpoint's answer; raises ``KeyError`` or ``TypeError`` if it lacks a field."""
         self.id, self.api_key = created["id"], created["api_key"]
         self.base_url, self.model = created["base_url"], created["model"]
+        self.max_model_len = int(created["max_model_len"])
         self._client = client
         self._resending = resending
         self._is_releasing = False

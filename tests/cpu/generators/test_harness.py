@@ -36,6 +36,7 @@ def a_task(tmp_path: Path, **fields: Any) -> AgentTask:
             "base_url": "http://127.0.0.1:1/v1",
             "api_key": "sk-of-the-session",
             "model": "policy",
+            "max_model_len": 1000,
             "working_dir": working_dir,
             "sample_index": 2,
             "is_evaluation": False,

@@ -28,7 +28,7 @@ working_dir.mkdir(parents=True)
 if not has_guard:
     agent_command.start_guard = lambda mark: None
 task = AgentTask(
-    uid="p", messages=(), extras={}, base_url="http://127.0.0.1:1/v1", api_key="k", model="policy",
+    uid="p", messages=(), extras={}, base_url="http://127.0.0.1:1/v1", api_key="k", model="policy", max_model_len=1000,
     working_dir=working_dir, sample_index=0, is_evaluation=False, sampling=SamplingParams(max_tokens=5),
 )
 asyncio.run(agent_command.CommandHarness(command, run_dir=run_dir).run(task))

@@ -55,6 +55,7 @@ def task_of(prompt: Prompt, base_url: str, working_dir: Path) -> AgentTask:
         base_url=base_url,
         api_key=API_KEY,
         model="policy",
+        max_model_len=1000,
         working_dir=working_dir,
         sample_index=0,
         is_evaluation=False,

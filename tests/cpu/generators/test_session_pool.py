@@ -116,7 +116,7 @@ async def test_a_cancelled_block_waits_a_second_at_most_for_an_endpoint_that_han
 
     @app.post("/sessions")
     async def create() -> Response:
-        return JSONResponse({"id": "s", "api_key": "k", "base_url": "b", "model": "m"})
+        return JSONResponse({"id": "s", "api_key": "k", "base_url": "b", "model": "m", "max_model_len": 9})
 
     @app.delete("/sessions/s")
     async def hang() -> None:
@@ -228,8 +228,11 @@ async def test_a_session_that_an_outage_ended_is_only_deleted() -> None:
         (refusal(500, "the disk is full"), "POST http://endpoint/sessions was answered 500: the disk is full"),
         (Response("<html>", 502), "was answered 502: '<html>'"),
         (refusal(401, "wrong key"), "was answered 401: wrong key"),
-        (Response("no json"), "must answer with id, api_key, base_url and model, got 'no json'"),
-        (JSONResponse({"id": "s"}), "must answer with id, api_key, base_url and model, got .*: KeyError: 'api_key'"),
+        (Response("no json"), "must answer with id, api_key, base_url, model and max_model_len, got 'no json'"),
+        (
+            JSONResponse({"id": "s"}),
+            "must answer with id, api_key, base_url, model and max_model_len, got .*: KeyError: 'api_key'",
+        ),
         (JSONResponse(["s"]), "must answer with id"),
     ],
 )
@@ -277,7 +280,7 @@ async def test_invalid_rows_fail_the_rollout(trajectories: Any, complaint: str) 
 
     @app.post("/sessions")
     async def create() -> Response:
-        return JSONResponse({"id": "s", "api_key": "k", "base_url": "b", "model": "m"})
+        return JSONResponse({"id": "s", "api_key": "k", "base_url": "b", "model": "m", "max_model_len": 9})
 
     @app.post("/sessions/s/finish")
     async def finish() -> Response:
