@@ -64,10 +64,12 @@ class _Written:
         return EpisodeReward(reward=float(file.is_file() and file.read_text().strip() == "hello"))
 
 
-async def play(harness: ShippedHarness, bin_dir: Path, script: Script | None = None) -> Played:
+async def play(
+    harness: ShippedHarness, bin_dir: Path, script: Script | None = None, *, max_model_len: int = 100_000
+) -> Played:
     """Play the task; ``script`` is what the policy says, by default what solves it."""
     key = secrets.token_urlsafe()
-    app = make_app(script or in_turn(*harness.check), controller_key=key)
+    app = make_app(script or in_turn(*harness.check), controller_key=key, max_model_len=max_model_len)
     sampler = app.state.serving.sampler
     async with start_server(app) as (host, port):
         generator = make_agent_generator(

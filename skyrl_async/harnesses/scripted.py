@@ -89,7 +89,7 @@ def make_app(
     *,
     controller_key: str,
     session_settings: SessionSettings | None = None,
-    max_model_len: int = 100_000,
+    max_model_len: int = 32_768,
 ) -> Any:
     """The endpoint's application (ASGI) over a scripted policy. Its tokenizer, trained on the spot, can spell any text."""
     tokenizer = train_tokenizer([])

@@ -248,9 +248,7 @@ def _printed(stream: BinaryIO) -> str:
     """All that was printed, as text. It is read from the open file, because an agent may have replaced the path."""
     num_bytes = os.fstat(stream.fileno()).st_size
     if num_bytes > _MAX_RESULT_BYTES:
-        raise InvalidResultError(
-            f"an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes"
-        )
+        raise InvalidResultError(f"an agent may print at most {_MAX_RESULT_BYTES >> 20} MiB, got {num_bytes} bytes")
     return os.pread(stream.fileno(), num_bytes, 0).decode(errors="replace").strip()
 
 
