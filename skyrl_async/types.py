@@ -288,6 +288,8 @@ class Trajectory:
     """The sample is masked because a length limit cut it: the loss mask is 0, and the group's baseline excludes its reward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's figures of this episode."""
+    logs: dict[str, str] = field(default_factory=dict)
+    """What its harness left to read: name -> text. ``failure`` is why it failed."""
     messages: tuple[RowMessage, ...] = ()
     """Its conversation in order, as far as the generator tells: replies, tool calls and observations."""
     ref_logprobs: Logprobs | None = None

@@ -9,6 +9,7 @@ and is started again if it dies. Does not know how Harbor plays.
 
 import asyncio
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class HarborTrials:
         metrics = {f"timing/{stage}": seconds for stage, seconds in found["seconds"].items()}
         metrics["agent/timeouts"] = float(found["is_late"])  # it is judged for what it did
         if (failure := found["failure"]) is not None:
-            stage, words = failure["stage"], f"{failure['type']}: {failure['message']}"
+            stage, words = failure["stage"], f"{failure['type']}: {_without_names(failure['message'], task)}"
             kind = EnvironmentFailedError if stage in _OF_ENVIRONMENT else GenerationError
             raise kind(f"the trial failed in its {stage.replace('_', ' ')}: {words}")
         rewards = found["rewards"]
@@ -156,6 +157,11 @@ def harbor_harness(
         agent_timeout_s=settings.agent_timeout_s + OTHER_STAGES_S,
     )
     return trials, of_trials
+
+
+def _without_names(message: str, task: AgentTask) -> str:
+    """The message without what differs from trial to trial, so that equal reasons are counted together."""
+    return re.sub(rf"{re.escape(str(task.working_dir.absolute()))}/[\w.-]+", "the trial", message)
 
 
 def _endpoint_variables(task: AgentTask) -> dict[str, str]:

@@ -238,7 +238,8 @@ class AgentGenerator:
                 report_engine(engine)
             if len(engines) == 1:
                 self.on_call(engines[0], num_tokens, seconds)
-        rows = tuple(replace(row, sample_index=index) for row in rows)
+        logs = dict(result.logs) | ({"failure": failure.message} if failure else {})
+        rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
         return _Sample(rows=rows, failure=failure)
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | Failure:

@@ -28,7 +28,7 @@ _OF_ENVIRONMENT = ("SandboxError", "HealthcheckError", "AddTestsDirError", "Down
 _AFTER_A_CAP = ("AgentAuthenticationError", "AuthenticationError", "PermissionDeniedError")
 """Errors by which an agent ends whose session has reached a cap: it is judged for what it did."""
 _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", "agent/*.pane")
-_MAX_LOGS, _LOG_TAIL_BYTES = 6, 4096
+_MAX_LOGS, _LOG_TAIL_BYTES = 4, 2048
 _MAX_LINE_BYTES = 16 << 20
 _AGENT_DEFAULTS: dict[str, dict[str, Any]] = {
     "terminus-2": {
