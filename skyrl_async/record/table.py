@@ -85,6 +85,7 @@ def schema() -> "pa.Schema":
             "num_response_tokens": pa.int32(),
             **{name: pa.type_for_alias(kind) for name, kind in _FIELDS.items()},
             "metrics": pa.string(),
+            "logs": pa.string(),
             "policy_versions": pa.list_(span),
             "turns": pa.list_(turn),
             **{name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in TOKEN_COLUMNS.items()},
@@ -137,7 +138,7 @@ _FOUND = (
         "branch",
         "outcome",
     ),
-    *("reason", "seconds", "engines", "advantage", "num_prompt_tokens", "num_response_tokens", "metrics"),
+    *("reason", "seconds", "engines", "advantage", "num_prompt_tokens", "num_response_tokens", "metrics", "logs"),
 )
 
 
@@ -154,11 +155,12 @@ def _found(first: int, ended: EndedGroup) -> Iterator[tuple[Any, ...]]:
         lengths = len(row.prompt_token_ids), len(row.response_token_ids)
         advantage = group.advantages[position] if group.advantages else None
         metrics = json.dumps(row.metrics, default=str) if row.metrics else None
-        known = (*_outcome(ended, row), *_work_of(group, sample), advantage, *lengths, metrics)
+        logs = json.dumps(row.logs) if row.logs else None
+        known = (*_outcome(ended, row), *_work_of(group, sample), advantage, *lengths, metrics, logs)
         yield next(numbers), *common, sample, branch, *known
     failure = (Outcome.FAILED, _utf8(f"{type(ended.failure).__name__}: {ended.failure}"))
     for sample in ended.failed:
-        yield next(numbers), *common, sample, None, *failure, *_work_of(group, sample), None, None, None, None
+        yield next(numbers), *common, sample, None, *failure, *_work_of(group, sample), *[None] * 5
 
 
 def _work_of(group: Group, sample: int) -> tuple[float, Sequence[str] | None]:
@@ -171,7 +173,7 @@ def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
     if ended.outcome is not Outcome.TRAINED:
         return ended.outcome, ended.reason
     if row.is_abandoned:
-        return Outcome.ABANDONED, "its harness ended without a reward"
+        return Outcome.ABANDONED, _utf8(row.logs.get("failure")) or "its harness ended without a reward"
     if row.is_overlong:
         return Outcome.MASKED, "a length limit cut it"
     if not row.num_sampled_tokens:

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
+_MAX_LOG_CHARS = 4096
+"""Of the end of each log, which goes with every row of the sample."""
 DIRECTORY_MARK = "SKYRL_AGENTS"
 """Variable with the directory of temporary directories, of processes that must end before it is deleted."""
 _SESSION_MARGIN_S = 7200.0
@@ -238,7 +240,9 @@ class AgentGenerator:
                 report_engine(engine)
             if len(engines) == 1:
                 self.on_call(engines[0], num_tokens, seconds)
-        logs = dict(result.logs) | ({"failure": failure.message} if failure else {})
+        logs = {name: text[-_MAX_LOG_CHARS:] for name, text in result.logs.items()} | (
+            {"failure": failure.message} if failure else {}
+        )
         rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
         return _Sample(rows=rows, failure=failure)
 

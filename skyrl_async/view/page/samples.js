@@ -291,6 +291,9 @@ function drawTurns(card, whole) {
     if (whole.pieces) fillTokens(text, tokens.slice(turn.start, turn.end), mode, 0);
     else text.textContent = shown(turn.text);
   }
+  for (const [name, text] of Object.entries(JSON.parse(whole.logs || "{}"))) {
+    card.append(el("details", {}, el("summary", {}, shown(name)), el("pre", {}, shown(text))));
+  }
   if (whole.metrics) card.append(el("p", { className: "soft" }, `figures of the environment: ${shown(whole.metrics)}`));
   drawScale(mode, tokens);
 }
