@@ -10,6 +10,7 @@ and is started again if it dies. Does not know how Harbor plays.
 import asyncio
 import logging
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,16 @@ from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harnesses.install import Say
+from skyrl_async.harnesses.registry import HARNESSES
+from skyrl_async.harnesses.shipped import install
 from skyrl_async.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 OTHER_STAGES_S = 3600.0
 """Longest time beside the agent's. Harbor keeps its own limits of set-up (task.toml) and verifier; this one is for a runner that hangs."""
+_SHIPPED = ("codex",)
+"""Harbor's agents that run in the environment, with the programs of the shipped harness of that name."""
 _OF_ENVIRONMENT = ("environment_setup", "agent_setup")
 
 
@@ -143,6 +148,8 @@ def harbor_harness(
     """Return the harness, and the settings of the generator that runs it: its limits are of whole trials, the runner's of agents."""
     harbor, agent = settings.harbor, settings.harness
     assert agent is not None
+    if harbor.environment == "local" and agent in _SHIPPED:
+        harbor = _with_programs(harbor, agent, cache_dir)
     trials = HarborTrials(
         harbor,
         agent,
@@ -157,6 +164,24 @@ def harbor_harness(
         agent_timeout_s=settings.agent_timeout_s + OTHER_STAGES_S,
     )
     return trials, of_trials
+
+
+def _with_programs(settings: HarborConfig, name: str, cache_dir: Path) -> HarborConfig:
+    """The settings with the harness's programs in every sandbox: Harbor would install them there from the internet."""
+    bin_dir = install(HARNESSES[name], cache_dir, logger.info)
+    places = {
+        bin_dir.parent.parent: "/opt/harness",
+        Path(str(shutil.which("node"))).resolve().parent.parent: "/opt/node",
+    }
+    kwargs = {
+        "read_only": [(str(place), target) for place, target in places.items() if not place.is_relative_to("/usr")],
+        "path_prefix": "/opt/harness/node_modules/.bin:/opt/node/bin:",
+    }
+    return replace(
+        settings,
+        environment_kwargs=kwargs | settings.environment_kwargs,
+        agent_kwargs={"skip_install": True} | settings.agent_kwargs,
+    )
 
 
 def _without_names(message: str, task: AgentTask) -> str:
