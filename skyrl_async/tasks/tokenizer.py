@@ -4,7 +4,10 @@ Function tools are written as in hermes, shortened: one line names them and thei
 object, a result is a turn of role ``tool``.
 """
 
+import functools
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +23,11 @@ PAD_TOKEN = "<|endoftext|>"
 CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
 MAX_VOCAB_SIZE = 384
+LONG_PROMPT_CHARS = 1000
+"""A prompt of at least so many characters is a harness's: what it says to every task is one token, and so is each line of its other words."""
+MIN_LINE_CHARS = 12
+COMMON_LINE_SHARE = 0.05
+"""Least length of such a line, and least share of the texts that have it."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}"
@@ -44,8 +52,11 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     """Return a tokenizer for ``texts`` and for calls of ``tools``; the same arguments give the same tokenizer.
 
     Digits and newlines are tokens of their own, so that no token crosses the boundary of a turn: the tokens of a conversation are those
-    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens.
+    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens. So are the words of a
+    harness, thousands of characters that all conversations share.
     """
+    texts = list(texts)
+    fixed = _harness_words(texts)
     backend = Tokenizer(models.BPE())
     apart = pre_tokenizers.Split(Regex(r"\d|\n"), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -62,8 +73,9 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     )
     line_texts = [_tools_line(tools)] * 2 if tools else []
     role_texts = [role for role in _ROLES for _ in range(2)]
-    backend.train_from_iterator([*role_texts, *line_texts, *texts], trainer=trainer)
-    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in call_words])
+    other_texts = [functools.reduce(lambda left, word: left.replace(word, ""), fixed, text) for text in texts]
+    backend.train_from_iterator([*role_texts, *line_texts, *other_texts], trainer=trainer)
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in [*call_words, *fixed]])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_TOKEN,
@@ -91,6 +103,17 @@ def encode_conversation(
         token_ids += piece_ids
         mask += [in_loss] * len(piece_ids)
     return token_ids, mask
+
+
+def _harness_words(texts: Sequence[str]) -> list[str]:
+    """Return the lines that all long prompts begin with, as one text, and lines that many texts have; nothing without long prompts."""
+    prompts = [text for text in texts if len(text) >= LONG_PROMPT_CHARS]
+    if not prompts:
+        return []
+    opening, _, _ = os.path.commonprefix(prompts).rpartition("\n")
+    lines = Counter(line for text in texts for line in set(text.removeprefix(opening).split("\n")))
+    common = [line for line, count in lines.items() if len(line) >= MIN_LINE_CHARS and count >= COMMON_LINE_SHARE * len(texts)]
+    return [*([opening] if opening else []), *sorted(common)]
 
 
 def _tools_line(tools: Sequence[Tool]) -> str:

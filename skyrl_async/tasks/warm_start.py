@@ -36,7 +36,6 @@ LEAST_CLEAN_CHANCE = 0.25
 LONG_SHARE = 0.125
 LONGEST_OF = 16
 """A share ``LONG_SHARE`` of the first phase is the longest of so many draws, because long answers are too rare to be learned otherwise."""
-BATCH_TOKENS = 320
 CHUNK_CONVERSATIONS = 64
 """Number of conversations that are sorted by length and split into batches together."""
 CHECK_INTERVAL_TOKENS = 5_000
@@ -112,18 +111,19 @@ def _wide_gradient(matrix: torch.nn.Parameter) -> torch.Tensor:
 class _Learner:
     """A model with its two optimizers, one batch at a time."""
 
-    def __init__(self, model: Qwen3ForCausalLM) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, batch_tokens: int) -> None:
         named = list(model.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and ".layers." in name]
         others = [p for name, p in named if not (p.ndim == 2 and ".layers." in name)]
         self.model = model
+        self.batch_tokens = batch_tokens
         self._muon = Muon(matrices)
         self._adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
 
     def learn(self, rows: Sequence[Row], lr_share: float) -> None:
         """Take one step on the summed loss of ``rows``, at ``lr_share`` of the full learning rates."""
         logits, targets = self._predict(rows)
-        loss = functional.cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
+        loss = functional.cross_entropy(logits, targets, reduction="sum") / self.batch_tokens
         loss.backward()
         self._muon.step(MUON_LR * lr_share)
         for group in self._adamw.param_groups:
@@ -172,22 +172,22 @@ def _padded(lists: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([[*values, *[0] * (length - len(values))] for values in lists])
 
 
-def _batches_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Cut rows, sorted by length, into batches of at most ``BATCH_TOKENS`` padded tokens (or one longer row)."""
+def _batches_of(rows: Sequence[Row], batch_tokens: int) -> list[list[Row]]:
+    """Cut rows, sorted by length, into batches of at most ``batch_tokens`` padded tokens (or one longer row)."""
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: len(row[0])):
-        if not batches or len(row[0]) * (len(batches[-1]) + 1) > BATCH_TOKENS:
+        if not batches or len(row[0]) * (len(batches[-1]) + 1) > batch_tokens:
             batches.append([])
         batches[-1].append(row)
     return batches
 
 
 def _batches(
-    draw: Callable[[], Row], rng: random.Random, num_tokens: int, should_stop: Callable[[], bool]
+    draw: Callable[[], Row], rng: random.Random, num_tokens: int, batch_tokens: int, should_stop: Callable[[], bool]
 ) -> Iterator[list[Row]]:
     """Yield batches of fresh rows until ``num_tokens`` are out. Raises ``PolicyError`` if ``should_stop``."""
     while num_tokens > 0:
-        batches = _batches_of([draw() for _ in range(CHUNK_CONVERSATIONS)])
+        batches = _batches_of([draw() for _ in range(CHUNK_CONVERSATIONS)], batch_tokens)
         rng.shuffle(batches)
         for batch in batches:
             if should_stop():
@@ -262,10 +262,10 @@ def warm_start(
     """
     rng = random.Random(seed)
     rows = _Rows(task, tokenizer, rng, held_out)
-    check_batches = _batches_of(rows.hide_some(NUM_CHECK_PROMPTS))
-    learner = _Learner(model)
+    check_batches = _batches_of(rows.hide_some(NUM_CHECK_PROMPTS), plan.batch_tokens)
+    learner = _Learner(model, plan.batch_tokens)
     accuracy, num_clean_tokens, next_check = 0.0, 0, CHECK_INTERVAL_TOKENS
-    for batch in _batches(rows.clean, rng, plan.max_tokens, should_stop):
+    for batch in _batches(rows.clean, rng, plan.max_tokens, plan.batch_tokens, should_stop):
         learner.learn(batch, _decayed(num_clean_tokens % CLEAN_CYCLE_TOKENS / CLEAN_CYCLE_TOKENS))
         num_clean_tokens += _num_tokens(batch)
         if num_clean_tokens >= next_check:
@@ -275,7 +275,8 @@ def warm_start(
             if accuracy >= plan.target_accuracy and num_clean_tokens >= plan.min_tokens:
                 break
     num_mixture_tokens = 0
-    for batch in _batches(lambda: rows.mixture(plan), rng, plan.mixture_tokens, should_stop):
+    mixture = _batches(lambda: rows.mixture(plan), rng, plan.mixture_tokens, plan.batch_tokens, should_stop)
+    for batch in mixture:
         learner.learn(batch, MIXTURE_LR_SHARE * _decayed(num_mixture_tokens / plan.mixture_tokens))
         num_mixture_tokens += _num_tokens(batch)
     num_tokens = num_clean_tokens + num_mixture_tokens

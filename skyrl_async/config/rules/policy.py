@@ -26,7 +26,7 @@ def tiny_policy_rules(config: Config) -> Iterator[str]:
         )
     if files and (is_built_in or not is_tiny):
         yield (
-            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset or reasoning_gym, got {files}: "
+            f"policy.warm_start.files must be empty unless policy=tiny and task=dataset, harbor or reasoning_gym, got {files}: "
             "built-in tasks bring what is learned, and a policy of your own is not warm-started"
         )
     width, heads = policy.hidden_size, policy.num_heads

@@ -18,6 +18,8 @@ class WarmStartConfig:
     """Most tokens of the first phase."""
     mixture_tokens: int = 40_000
     """Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn."""
+    batch_tokens: int = bounded(320, ge=1)
+    """Tokens of an optimizer step of both phases; more for conversations of hundreds of tokens, a few of which should fit."""
     terse_share: float = bounded(0.7, ge=0, le=1)
     """Share of terse guesses in the second phase."""
     slip_rate: float = bounded(0.0, ge=0, le=1)
