@@ -1,6 +1,7 @@
 """Makes the tasks of this example and the conversations of its warm start: ``python -m examples.agent_first_run.make DIR``.
 
-Notes lead to a code, over one to three of them: a policy that looks, turn after turn, finds it, and one that guesses does not. Tasks are
+Notes lead to a code, over one to three of them. A policy that reads them, turn after turn, finds it; a hasty one takes the number of a note
+for the code. Tasks are
 directories as Harbor has them, ``DIR/train`` and ``DIR/eval``. Conversations are those in ``recorded.jsonl``, which Terminus-2 had with a
 scripted policy (``record.py``), with other numbers. The same ``DIR`` is written every time.
 """
@@ -58,9 +59,7 @@ class Recorded(NamedTuple):
 
     puzzle: Puzzle
     num_looks: int
-    """Notes that it read; a guess follows where there are more."""
-    written: str
-    """The code that it wrote."""
+    """Notes that it read. Where there are more, it took the next one's number for the code."""
     messages: list[dict[str, str]]
 
 
@@ -88,15 +87,13 @@ def load_recorded() -> list[Recorded]:
     """Return the conversations of ``recorded.jsonl``."""
     rows = [json.loads(line) for line in RECORDED.read_text().splitlines()]
     return [
-        Recorded(Puzzle(tuple(row["notes"]), row["code"]), row["num_looks"], row["written"], row["messages"])
-        for row in rows
+        Recorded(Puzzle(tuple(row["notes"]), row["code"]), row["num_looks"], row["messages"]) for row in rows
     ]
 
 
-def retold(recorded: Recorded, puzzle: Puzzle, written: str) -> list[dict[str, str]]:
-    """Return the conversation as it would have been with ``puzzle`` and ``written``; both puzzles have as many notes read."""
-    numbers = dict(zip(recorded.puzzle.notes, puzzle.notes, strict=False))
-    numbers |= {recorded.puzzle.code: puzzle.code, recorded.written: written}
+def retold(recorded: Recorded, puzzle: Puzzle) -> list[dict[str, str]]:
+    """Return the conversation as it would have been with ``puzzle``, which has as many notes."""
+    numbers = dict(zip([*recorded.puzzle.notes, recorded.puzzle.code], [*puzzle.notes, puzzle.code], strict=True))
     pattern = re.compile("|".join(numbers))
     return [
         {"role": message["role"], "content": pattern.sub(lambda found: numbers[found[0]], message["content"])}
@@ -105,7 +102,7 @@ def retold(recorded: Recorded, puzzle: Puzzle, written: str) -> list[dict[str, s
 
 
 def make_conversations(firsts: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
-    """Return the rows of the warm start: notes from ``firsts`` on read to the end, and guesses after none or some of them."""
+    """Return the rows of the warm start: notes from ``firsts`` on read to the end, and hasty ones."""
     recorded = load_recorded()
     worked = [one for one in recorded if one.num_looks == len(one.puzzle.notes)]
     guessed = [one for one in recorded if one.num_looks < len(one.puzzle.notes)]
@@ -113,11 +110,11 @@ def make_conversations(firsts: Sequence[int], rng: random.Random) -> list[dict[s
     for first in firsts:
         told = rng.choice(worked)
         puzzle = draw_puzzle(rng, first, len(told.puzzle.notes))
-        rows.append({"messages": retold(told, puzzle, puzzle.code)})
+        rows.append({"messages": retold(told, puzzle)})
     for first in rng.sample(firsts, NUM_GUESSES):
         told = rng.choice(guessed)
         puzzle = draw_puzzle(rng, first, len(told.puzzle.notes))
-        rows.append({"messages": retold(told, puzzle, str(rng.choice(NUMBERS))), "guess": True})
+        rows.append({"messages": retold(told, puzzle), "guess": True})
     return rows
 
 

@@ -30,16 +30,16 @@ AGENT_KWARGS = {"max_turns": 6, "tmux_pane_height": 4, "enable_summarize": False
 """Of Terminus-2: few turns, a terminal of few lines, and no summaries, since all of it fits."""
 SECONDS = 0.3
 """How long the policy asks the harness to wait for the output of a command."""
-NOTES, CODE, GUESS = ("482", "735", "916"), "295", "360"
+NOTES, CODE = ("482", "735", "916"), "295"
 MAX_ANSWER_TOKENS = 512
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 class Player:
-    """A script that reads ``num_looks`` notes of a puzzle and then writes a code; keeps the conversation."""
+    """A script that reads ``num_looks`` notes of a puzzle and then writes the number that it has seen last; keeps the conversation."""
 
     def __init__(self, puzzle: Puzzle, num_looks: int) -> None:
-        self.written = puzzle.code if num_looks == len(puzzle.notes) else GUESS
+        self.written = [*puzzle.notes, puzzle.code][num_looks]
         self.messages: list[dict[str, str]] = []
         self.puzzle = puzzle
         self.num_looks = num_looks
@@ -117,7 +117,6 @@ def main() -> None:
             "notes": player.puzzle.notes,
             "code": player.puzzle.code,
             "num_looks": player.num_looks,
-            "written": player.written,
             "messages": player.messages,
         }
         for player in players

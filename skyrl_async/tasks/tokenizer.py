@@ -7,6 +7,7 @@ object, a result is a turn of role ``tool``.
 import functools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,10 +25,10 @@ CALL_START = "<tool_call>"
 CALL_END = "</tool_call>"
 MAX_VOCAB_SIZE = 384
 LONG_PROMPT_CHARS = 1000
-"""A prompt of at least so many characters is a harness's: what it says to every task is one token, and so is each line of its other words."""
-MIN_LINE_CHARS = 12
-COMMON_LINE_SHARE = 0.05
-"""Least length of such a line, and least share of the texts that have it."""
+"""A prompt of at least so many characters is a harness's. What all of them begin with is one token, and so is what conversations repeat."""
+MIN_PHRASE_CHARS = 12
+MIN_PHRASE_SHARE = 0.05
+"""Least length of such a phrase, without digits and newlines, and least share of the texts that have it."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}"
@@ -45,6 +46,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+_APART = re.compile(r"\d|\n")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -52,13 +54,13 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     """Return a tokenizer for ``texts`` and for calls of ``tools``; the same arguments give the same tokenizer.
 
     Digits and newlines are tokens of their own, so that no token crosses the boundary of a turn: the tokens of a conversation are those
-    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens. So are the words of a
-    harness, thousands of characters that all conversations share.
+    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens. So are the phrases that
+    the conversations with a harness repeat, and its opening, which may have thousands of characters.
     """
     texts = list(texts)
-    fixed = _harness_words(texts)
+    phrases = _harness_phrases(texts)
     backend = Tokenizer(models.BPE())
-    apart = pre_tokenizers.Split(Regex(r"\d|\n"), behavior="isolated")
+    apart = pre_tokenizers.Split(Regex(_APART.pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([apart, as_bytes])
     backend.decoder = decoders.ByteLevel()
@@ -73,9 +75,9 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     )
     line_texts = [_tools_line(tools)] * 2 if tools else []
     role_texts = [role for role in _ROLES for _ in range(2)]
-    other_texts = [functools.reduce(lambda left, word: left.replace(word, ""), fixed, text) for text in texts]
+    other_texts = [functools.reduce(lambda left, word: left.replace(word, ""), phrases, text) for text in texts]
     backend.train_from_iterator([*role_texts, *line_texts, *other_texts], trainer=trainer)
-    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in [*call_words, *fixed]])
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in [*call_words, *phrases]])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_TOKEN,
@@ -105,15 +107,16 @@ def encode_conversation(
     return token_ids, mask
 
 
-def _harness_words(texts: Sequence[str]) -> list[str]:
-    """Return the lines that all long prompts begin with, as one text, and lines that many texts have; nothing without long prompts."""
+def _harness_phrases(texts: Sequence[str]) -> list[str]:
+    """Return the lines that all long prompts begin with, as one text, and phrases that many texts have; nothing without long prompts."""
     prompts = [text for text in texts if len(text) >= LONG_PROMPT_CHARS]
     if not prompts:
         return []
     opening, _, _ = os.path.commonprefix(prompts).rpartition("\n")
-    lines = Counter(line for text in texts for line in set(text.removeprefix(opening).split("\n")))
-    common = [line for line, count in lines.items() if len(line) >= MIN_LINE_CHARS and count >= COMMON_LINE_SHARE * len(texts)]
-    return [*([opening] if opening else []), *sorted(common)]
+    counts = Counter(phrase for text in texts for phrase in set(_APART.split(text.removeprefix(opening))))
+    least = MIN_PHRASE_SHARE * len(texts)
+    phrases = sorted(phrase for phrase, count in counts.items() if len(phrase) >= MIN_PHRASE_CHARS and count >= least)
+    return [opening, *phrases] if opening else phrases
 
 
 def _tools_line(tools: Sequence[Tool]) -> str:
