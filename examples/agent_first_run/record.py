@@ -21,7 +21,7 @@ from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.harbor.tasks import load_tasks
-from skyrl_async.harbor.trials import harbor_harness
+from skyrl_async.harbor.trials import VerifierReward, harbor_harness
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import make_environment
 from skyrl_async.types import SamplingParams
@@ -87,6 +87,7 @@ async def record(players: Sequence[Player], python: str | None) -> None:
             controller_key=key,
             make_environment=make_environment,
             harness=harness,
+            reward_source=VerifierReward(),
         )
         try:
             for player in players:

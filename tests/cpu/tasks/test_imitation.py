@@ -86,7 +86,7 @@ def test_a_dataset_with_conversations_gets_a_tiny_policy_and_its_tokenizer(tmp_p
 def test_conversations_are_refused_where_no_tiny_policy_learns_them(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "warm.jsonl", *WORKED)
     with pytest.raises(
-        ConfigError, match=r"policy\.warm_start\.files must be empty unless policy=tiny and task=dataset or"
+        ConfigError, match=r"policy\.warm_start\.files must be empty unless policy=tiny and task=dataset, harbor or"
     ):
         from_overrides(f"policy.warm_start.files=[{file}]")
     with pytest.raises(ConfigError, match=r"policy\.warm_start\.files must name files that exist, got 'gone.jsonl'"):
