@@ -86,9 +86,7 @@ def write_task(puzzle: Puzzle, directory: Path, decoys: Sequence[str] = ()) -> N
 def load_recorded() -> list[Recorded]:
     """Return the conversations of ``recorded.jsonl``."""
     rows = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    return [
-        Recorded(Puzzle(tuple(row["notes"]), row["code"]), row["num_looks"], row["messages"]) for row in rows
-    ]
+    return [Recorded(Puzzle(tuple(row["notes"]), row["code"]), row["num_looks"], row["messages"]) for row in rows]
 
 
 def retold(recorded: Recorded, puzzle: Puzzle) -> list[dict[str, str]]:

@@ -78,7 +78,7 @@ async def record(players: Sequence[Player], python: str | None) -> None:
         agent_timeout_s=60.0,
         harbor=HarborConfig(agent_kwargs=dict(AGENT_KWARGS), python=python),
     )
-    harness, settings = harbor_harness(settings, Path(Config().cache_dir).expanduser(), None)
+    harness, settings = harbor_harness(settings, Path(Config().cache_dir).expanduser(), None)  # noqa: ASYNC240
     app = make_app(lambda conversation: playing[0](conversation), controller_key=key)
     async with start_server(app) as (host, port):
         generator = make_agent_generator(

@@ -54,8 +54,8 @@ def train_tokenizer(texts: Iterable[str], tools: Sequence[Tool] = ()) -> PreTrai
     """Return a tokenizer for ``texts`` and for calls of ``tools``; the same arguments give the same tokenizer.
 
     Digits and newlines are tokens of their own, so that no token crosses the boundary of a turn: the tokens of a conversation are those
-    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens. So are the phrases that
-    the conversations with a harness repeat, and its opening, which may have thousands of characters.
+    of its pieces. The fixed text of a call up to each argument is one token, so that a call takes only a few tokens. So are the phrases
+    that the conversations with a harness repeat, and its opening, which may have thousands of characters.
     """
     texts = list(texts)
     phrases = _harness_phrases(texts)
@@ -112,7 +112,7 @@ def _harness_phrases(texts: Sequence[str]) -> list[str]:
     prompts = [text for text in texts if len(text) >= LONG_PROMPT_CHARS]
     if not prompts:
         return []
-    opening, _, _ = os.path.commonprefix(prompts).rpartition("\n")
+    opening, _, _ = os.path.commonprefix(prompts).rpartition("\n")  # noqa: RUF071 (they are no paths)
     counts = Counter(phrase for text in texts for phrase in set(_APART.split(text.removeprefix(opening))))
     least = MIN_PHRASE_SHARE * len(texts)
     phrases = sorted(phrase for phrase, count in counts.items() if len(phrase) >= MIN_PHRASE_CHARS and count >= least)

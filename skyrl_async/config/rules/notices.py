@@ -105,7 +105,15 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
     task, policy = config.task, config.policy
     is_dataset, is_on_cpu = task.name == DATASET_TASK, training_device(config.training) is Device.cpu
     tiny = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "tie_word_embeddings")
-    warm_start = ("target_accuracy", "min_tokens", "max_tokens", "mixture_tokens", "batch_tokens", "terse_share", "slip_rate")
+    warm_start = (
+        "target_accuracy",
+        "min_tokens",
+        "max_tokens",
+        "mixture_tokens",
+        "batch_tokens",
+        "terse_share",
+        "slip_rate",
+    )
     is_warmed_up = policy.path is None and policy.warm_start.enabled
     evaluates = config.evaluation.num_prompts_while_training > 0
     lora = ("alpha", "dropout", "target_modules", "exclude_modules", "init_method")

@@ -28,7 +28,9 @@ def test_short_conversations_give_the_tokenizer_no_phrases() -> None:
     assert train_tokenizer(texts).get_added_vocab().keys() == train_tokenizer(["Extend"] * 2).get_added_vocab().keys()
 
 
-@pytest.mark.parametrize("recorded", load_recorded(), ids=lambda one: f"{len(one.puzzle.notes)} notes, {one.num_looks} read")
+@pytest.mark.parametrize(
+    "recorded", load_recorded(), ids=lambda one: f"{len(one.puzzle.notes)} notes, {one.num_looks} read"
+)
 def test_a_retold_conversation_differs_in_its_numbers_alone(recorded) -> None:  # type: ignore[no-untyped-def]
     puzzle = Puzzle(("111", "222", "333")[: len(recorded.puzzle.notes)], "444")
     told = retold(recorded, puzzle)
