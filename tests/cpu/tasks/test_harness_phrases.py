@@ -11,7 +11,7 @@ from skyrl_async.tasks.tokenizer import encode_conversation, train_tokenizer
 
 
 def test_a_harness_prompt_of_thousands_of_characters_takes_few_tokens_and_is_spelled_exactly() -> None:
-    rows = make_conversations(range(100, 300), random.Random(0))
+    rows = make_conversations(range(100, 1000), random.Random(0))
     task = ImitationTask([(f"row {index}", row) for index, row in enumerate(rows)], ())
     tokenizer = task_tokenizer(task)
     for row in rows[:20]:
