@@ -11,7 +11,7 @@ import sys
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
-COMMAND = "uv run --script examples/mini_swe_agent/harness.py"
+SETTINGS = {"harness": "mini-swe-agent"}
 CHECK_TIMEOUT_S = 20.0
 
 _EVALUATE = """
@@ -31,7 +31,7 @@ def reward(prompt: Prompt, episode: AgentEpisode) -> float:
     user's rights.
     """
     tests: dict[str, str] = prompt.extras["tests"]
-    asked = [str(episode.working_dir / "repo"), prompt.extras["module"], list(tests)]
+    asked = [str(episode.working_dir), prompt.extras["module"], list(tests)]
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _EVALUATE],

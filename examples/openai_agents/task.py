@@ -8,7 +8,7 @@ import re
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
-COMMAND = "uv run --script examples/openai_agents/harness.py"
+SETTINGS = {"command": "uv run --script examples/openai_agents/harness.py"}
 
 
 def reward(prompt: Prompt, episode: AgentEpisode) -> float:

@@ -6,7 +6,7 @@ Flows in: a prompt and a working directory. Flows out: a reward. Does not know t
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
-COMMAND = "outputs/terminus/bin/python examples/terminus/harness.py"
+SETTINGS = {"harness": "terminus-2"}
 MAX_FILE_CHARS = 10_000
 
 
@@ -17,7 +17,7 @@ def reward(prompt: Prompt, episode: AgentEpisode) -> float:
 
 
 def _text(episode: AgentEpisode, name: str) -> str | None:
-    path = episode.working_dir / "work" / name
+    path = episode.working_dir / name
     if not path.is_file():  # nor a pipe, which would never end
         return None
     with path.open(errors="replace") as file:

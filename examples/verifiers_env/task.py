@@ -8,7 +8,7 @@ import json
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
-COMMAND = "uv run --script examples/verifiers_env/harness.py"
+SETTINGS = {"command": "uv run --script examples/verifiers_env/harness.py"}
 
 
 def reward(prompt: Prompt, episode: AgentEpisode) -> float:

@@ -19,10 +19,8 @@ from typing import IO, Any
 import skyrl_async
 from skyrl_async.errors import ConfigError, EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.command import passed_environment
-from skyrl_async.harnesses.install import PythonPackages, Say, environment_of
-
-PACKAGES = PythonPackages(requirements=("harbor==0.26.0",), minor=12)
-"""Harbor as it was tried."""
+from skyrl_async.harnesses.install import Say, environment_of
+from skyrl_async.harnesses.terminus_2 import HARBOR
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ def harbor_python(given: str | None, *, cache_dir: Path, say: Say) -> Path:
     """
     if given is not None:
         return Path(given).expanduser().absolute()
-    return environment_of("harbor", PACKAGES, cache_dir=cache_dir, say=say) / "python"
+    return environment_of("harbor", HARBOR, cache_dir=cache_dir, say=say) / "python"
 
 
 def check_names(python: Path, agent: str, environment: str) -> None:

@@ -36,12 +36,13 @@ class PythonPackages:
 
     def fill(self, directory: Path) -> None:
         """Make a virtual environment in ``directory``. Raises ``ConfigError``."""
-        uv = shutil.which("uv")
+        uv = shutil.which("uv") or os.environ.get("UV")  # which uv sets for what it runs
         if uv is None:
             raise ConfigError("uv must be installed, which makes environments for harnesses: python -m pip install uv")
-        _run([uv, "venv", "-q", "--python", _python(uv, self.minor), str(directory)])
-        python = str(directory / "bin" / "python")
-        _run([uv, "pip", "install", "-q", "--python", python, "--exclude-newer", _EXCLUDE_NEWER, *self.requirements])
+        own = "--no-config"  # not the settings of a project that the run is started in
+        _run([uv, "venv", "-q", own, "--python", _python(uv, self.minor), str(directory)])
+        into = ("--python", str(directory / "bin" / "python"), "--exclude-newer", _EXCLUDE_NEWER)
+        _run([uv, "pip", "install", "-q", own, *into, *self.requirements])
 
     @property
     def bin_dir(self) -> str:
@@ -118,7 +119,9 @@ def _python(uv: str, minor: int) -> str:
     """A Python of at least 3.``minor``: this one, one that uv finds, one of pyenv's, else the version that uv is to download."""
     if sys.version_info[:2] >= (3, minor):
         return sys.executable
-    found = subprocess.run([uv, "python", "find", f">=3.{minor}"], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    found = subprocess.run(
+        [uv, "python", "find", "--no-config", f">=3.{minor}"], capture_output=True, text=True, timeout=_TIMEOUT_S
+    )
     if found.returncode == 0:
         return found.stdout.strip()
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()

@@ -7,15 +7,22 @@ from pathlib import Path
 from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import ConfigError
 from skyrl_async.generators.agent.command import CommandHarness
-from skyrl_async.harnesses import claude_code, codex, opencode, qwen_code
+from skyrl_async.harnesses import (
+    claude_code,
+    codex,
+    mini_swe_agent,
+    openai_agents,
+    opencode,
+    qwen_code,
+    terminus_2,
+)
 from skyrl_async.harnesses.install import Say
 from skyrl_async.harnesses.shipped import ShippedHarness, install, shipped_harness
 
 logger = logging.getLogger(__name__)
 
-HARNESSES: dict[str, ShippedHarness] = {
-    module.HARNESS.name: module.HARNESS for module in (codex, claude_code, opencode, qwen_code)
-}
+_MODULES = (codex, claude_code, opencode, qwen_code, mini_swe_agent, terminus_2, openai_agents)
+HARNESSES: dict[str, ShippedHarness] = {module.HARNESS.name: module.HARNESS for module in _MODULES}
 
 
 def check_harness(settings: GeneratorConfig, cache_dir: Path, say: Say) -> None:

@@ -22,6 +22,9 @@ from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.harnesses.install import NpmPackages, PythonPackages, Say, environment_of
 from skyrl_async.types import Message
 
+PROGRAMS = Path(__file__).parent / "programs"
+"""Programs for harnesses that are libraries, run by the Python of the harness's environment."""
+
 _NODE_TIMEOUT_S = 30.0
 _MAX_LOG_CHARS = 100_000
 _COMPACT_AT = 0.9
@@ -71,6 +74,8 @@ class ShippedHarness:
     """Path below ``HOME`` -> text."""
     node: int | None = None
     """Lowest major version of Node.js that it runs with."""
+    needs: tuple[str, ...] = ()
+    """Further programs, which have to be on PATH."""
 
     @property
     def version(self) -> str:
@@ -84,6 +89,11 @@ def install(harness: ShippedHarness, cache_dir: Path, say: Say) -> Path:
     """Return the directory of the harness's programs, which are installed where they are missing. Raises ``ConfigError``."""
     if harness.node is not None:
         _check_node(harness.name, harness.node)
+    for program in harness.needs:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"generator.harness={harness.name} needs {program}, which was not found: install {program}"
+            )
     return environment_of(harness.name, harness.packages, cache_dir=cache_dir, say=say)
 
 
@@ -130,10 +140,10 @@ class _Adapter:
         _write_files(task.working_dir, task.extras.get("files") or {})
         return added
 
-    def result(self, status: int, stdout: str) -> AgentResult:
+    def result(self, status: int, stdout: str, stderr: str) -> AgentResult:
         found = self._harness.read(stdout)
         if status != 0 or found.failure is not None:
-            words = found.failure or stdout.strip()[-1000:] or "it wrote nothing"
+            words = found.failure or stderr or stdout.strip()[-1000:] or "it wrote nothing"
             raise GenerationError(f"{self._harness.name} ended with status {status}: {words}")
         return AgentResult(output=found.answer, logs={"transcript": stdout[-_MAX_LOG_CHARS:]})
 

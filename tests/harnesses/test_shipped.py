@@ -29,8 +29,10 @@ def programs(authorities: None) -> Callable[[str], Path]:
 
     def installed(name: str) -> Path:
         harness = HARNESSES[name]
-        if isinstance(harness.packages, NpmPackages) and shutil.which("npm") is None:
-            pytest.skip("npm is not installed")
+        npm = ("npm",) if isinstance(harness.packages, NpmPackages) else ()
+        for program in (*npm, *harness.needs):
+            if shutil.which(program) is None:
+                pytest.skip(f"{program} is not installed")
         was_there = is_installed(name, harness.packages, CACHE_DIR)
         try:
             return install(harness, CACHE_DIR, lambda _: None)
@@ -126,4 +128,11 @@ def test_a_missing_node_is_named_before_anything_is_installed(monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"codex needs Node.js 16 or newer.*node was not found"):
         install(HARNESSES["codex"], tmp_path / "cache", lambda _: None)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_missing_tmux_is_named_before_anything_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="generator.harness=terminus-2 needs tmux"):
+        install(HARNESSES["terminus-2"], tmp_path / "cache", lambda _: None)
     assert not (tmp_path / "cache").exists()

@@ -61,8 +61,8 @@ class Adapter(Protocol):
     def prepare(self, environment: Mapping[str, str], task: AgentTask, directory: Path) -> Mapping[str, str]:
         """Write the program's files below ``directory``, which is empty; returns variables that are added to its ``environment``."""
 
-    def result(self, status: int, stdout: str) -> AgentResult:
-        """What the program has done. Raises ``GenerationError`` if it failed."""
+    def result(self, status: int, stdout: str, stderr: str) -> AgentResult:
+        """What the program has done; ``stderr`` is the end of it. Raises ``GenerationError`` if it failed."""
 
 
 class CommandHarness:
@@ -115,7 +115,8 @@ class CommandHarness:
         ):
             status = await self._run_program(task.working_dir, environment, stdin, stdout, stderr)
             if self._adapter is not None:
-                return self._adapter.result(status, _printed(stdout).replace(task.api_key, "<key>"))
+                written = (_printed(stdout), _output_tail(stderr))
+                return self._adapter.result(status, *(text.replace(task.api_key, "<key>") for text in written))
             if status != 0:
                 words = _output_tail(stderr) or _output_tail(stdout)
                 raise GenerationError(

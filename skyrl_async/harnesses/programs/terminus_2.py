@@ -1,34 +1,25 @@
-"""Terminus-2, unmodified, in a tmux session on this machine: what ``generator.command`` runs.
+"""Terminus-2, unmodified, in a tmux session on this machine: what ``generator.harness=terminus-2`` runs.
 
-Flows in: the task file, and the address, key and model of a session, all by the environment. Flows out: what the agent left in
-``work``. Needs nothing of skyrl_async; ``install.sh`` makes the environment that it runs in.
+Flows in: the instruction, and the address, key and model of a session, all by the environment. Flows out: what the agent left in the
+working directory. Imports nothing of skyrl_async.
 """
 
+import argparse
 import asyncio
-import json
 import os
 import shutil
 import subprocess
 import tempfile
-import typing
 from pathlib import Path
 
-import typing_extensions
+from harbor.agents.terminus_2 import Terminus2
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.models.agent.context import AgentContext
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
 
-# What harbor takes from typing and Python 3.11 lacks there, or has in a form that pydantic refuses.
-typing.override = getattr(typing, "override", typing_extensions.override)
-typing.TypedDict = typing_extensions.TypedDict
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the internet for prices first
-
-from harbor.agents.terminus_2 import Terminus2  # noqa: E402
-from harbor.environments.base import BaseEnvironment, ExecResult  # noqa: E402
-from harbor.environments.capabilities import EnvironmentCapabilities  # noqa: E402
-from harbor.models.agent.context import AgentContext  # noqa: E402
-from harbor.models.task.config import EnvironmentConfig  # noqa: E402
-from harbor.models.trial.paths import TrialPaths  # noqa: E402
-
-MAX_TURNS = 12
-MAX_ANSWER_TOKENS = 2048
+MAX_TURNS = 40
 COMMAND_TIMEOUT_S = 60
 
 
@@ -103,18 +94,19 @@ class LocalEnvironment(BaseEnvironment):
         shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
 
 
-async def run_agent(work: Path, logs: Path, instruction: str) -> None:
-    """Let the agent work in ``work`` until it says that it is done or has taken ``MAX_TURNS`` turns."""
+async def run_agent(work: Path, logs: Path, instruction: str, max_turns: int) -> None:
+    """Let the agent work in ``work`` until it says that it is done or has taken ``max_turns`` turns."""
     agent = Terminus2(
         logs_dir=logs,
         model_name=f"openai/{os.environ['OPENAI_MODEL']}",
         api_base=os.environ["OPENAI_BASE_URL"],
-        max_turns=MAX_TURNS,
+        max_turns=max_turns,
+        model_info={"max_input_tokens": int(os.environ["SKYRL_MAX_MODEL_LEN"])},
         record_terminal_session=False,
         suppress_max_turns_warning=True,
-        llm_call_kwargs={"max_tokens": MAX_ANSWER_TOKENS},
+        llm_call_kwargs={"max_tokens": int(os.environ["HARNESS_MAX_TOKENS"])},
     )
-    with tempfile.TemporaryDirectory(prefix="tmux-") as tmux_dir:  # the path of a socket must be short
+    with tempfile.TemporaryDirectory(prefix="tmux-", dir="/tmp") as tmux_dir:  # the path of a socket must be short
         environment = LocalEnvironment(work, logs, Path(tmux_dir))
         try:
             await agent.setup(environment)
@@ -124,13 +116,13 @@ async def run_agent(work: Path, logs: Path, instruction: str) -> None:
 
 
 def main() -> None:
-    """Make the files of the task, and let the agent work with them."""
-    task = json.loads(Path(os.environ["SKYRL_TASK_FILE"]).read_text())
-    work = Path("work").absolute()
-    work.mkdir()
-    for name, text in task["extras"]["files"].items():
-        (work / name).write_text(text)
-    asyncio.run(run_agent(work, Path("logs").absolute(), task["messages"][-1]["content"]))
+    """Read the command line and the task, and let the agent work."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-turns", type=int, default=MAX_TURNS)
+    given = parser.parse_args()
+    (logs := Path.home() / "logs").mkdir()
+    instruction = Path(os.environ["HARNESS_PROMPT"]).read_text(encoding="utf-8")
+    asyncio.run(run_agent(Path.cwd(), logs, instruction, given.max_turns))
 
 
 if __name__ == "__main__":
