@@ -79,6 +79,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served")}
     examples = ROOT / "examples"
     full_sets = {
+        "outputs/agent_first_run/warm_start.jsonl": str(examples / "gsm8k" / "warm_start.jsonl"),
         "outputs/gsm8k": str(examples / "gsm8k"),
         "outputs/dapo/dapo-math-17k-cleaned.parquet": str(examples / "dapo" / "train.jsonl"),
         "outputs/dapo/aime-2024-cleaned.parquet": str(examples / "dapo" / "eval.jsonl"),
