@@ -32,14 +32,14 @@ build_timeout_sec = 60.0
 memory_mb = 512
 storage_mb = 256
 """
-DOCKERFILE = "FROM debian:12-slim\nWORKDIR /work\nCOPY files/ ./\n"
+DOCKERFILE = "FROM debian:12-slim\nWORKDIR /app\nCOPY files/ ./\n"
 TEST = """\
 #!/bin/bash
 # Writes the reward: 1 if the work is as it should be, else 0.
 mkdir -p /logs/verifier
 if {check}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
-SCRIPT = "#!/bin/bash\nset -e\ncd /work\n{}\n"
+SCRIPT = "#!/bin/bash\nset -e\ncd /app\n{}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ def visitors(rng: random.Random, number: int) -> Task:
         name=f"visitors-{number}",
         description="Count the distinct addresses in a log",
         instruction=(
-            "The file /work/access.log has one request a line, and begins each line with an address. Write the number of distinct "
-            "addresses to /work/visitors.txt: the number alone.\n"
+            "The file /app/access.log has one request a line, and begins each line with an address. Write the number of distinct "
+            "addresses to /app/visitors.txt: the number alone.\n"
         ),
         files={"access.log": log},
-        check='[ "$(tr -d "[:space:]" < /work/visitors.txt)" = "$(cat /tests/expected)" ]',
+        check='[ "$(tr -d "[:space:]" < /app/visitors.txt)" = "$(cat /tests/expected)" ]',
         secrets={"expected": f"{len(set(addresses))}\n"},
         solution="cut -d' ' -f1 access.log | sort -u | wc -l > visitors.txt",
         wrong="wc -l < access.log > visitors.txt",
@@ -89,10 +89,10 @@ def ledger(rng: random.Random, number: int) -> Task:
         name=f"ledger-{number}",
         description="Add up the amounts of one name in a table",
         instruction=(
-            f"The file /work/ledger.csv has the columns name and amount. Write the sum of the amounts of {asked} to /work/total.txt.\n"
+            f"The file /app/ledger.csv has the columns name and amount. Write the sum of the amounts of {asked} to /app/total.txt.\n"
         ),
         files={"ledger.csv": "name,amount\n" + "".join(f"{name},{amount}\n" for name, amount in rows)},
-        check='[ "$(tr -d "[:space:]" < /work/total.txt)" = "$(cat /tests/expected)" ]',
+        check='[ "$(tr -d "[:space:]" < /app/total.txt)" = "$(cat /tests/expected)" ]',
         secrets={"expected": f"{total}\n"},
         solution=f"awk -F, '$1 == \"{asked}\" {{ total += $2 }} END {{ print total }}' ledger.csv > total.txt",
         wrong="awk -F, '{ total += $2 } END { print total }' ledger.csv > total.txt",
@@ -109,12 +109,12 @@ def chapters(rng: random.Random, number: int) -> Task:
         name=f"chapters-{number}",
         description="Rename files to numbers of two digits",
         instruction=(
-            "Rename the files /work/book/chapter-N.txt so that every number has two digits, such as chapter-07.txt. Contents stay.\n"
+            "Rename the files /app/book/chapter-N.txt so that every number has two digits, such as chapter-07.txt. Contents stay.\n"
         ),
         files={f"book/{name}": text for name, text in old.items()},
         check=(
-            '[ "$(ls /work/book)" = "$(cat /tests/expected)" ] '
-            f'&& [ "$(cat /work/book/*)" = "$(printf "chapter %d\\n" {" ".join(map(str, numbers))})" ]'
+            '[ "$(ls /app/book)" = "$(cat /tests/expected)" ] '
+            f'&& [ "$(cat /app/book/*)" = "$(printf "chapter %d\\n" {" ".join(map(str, numbers))})" ]'
         ),
         secrets={"expected": expected},
         solution=pad + '[ "$file" = "$new" ] || mv "$file" "$new"; done',
@@ -135,12 +135,12 @@ def broken_script(rng: random.Random, number: int) -> Task:
         name=f"bytes-{number}",
         description="Repair a script that fails for names with spaces",
         instruction=(
-            "The script /work/bytes.sh fails, because names of files in /work/data have spaces. Repair it. It must print the number of "
-            "bytes of all files in data/ when it is run in /work.\n"
+            "The script /app/bytes.sh fails, because names of files in /app/data have spaces. Repair it. It must print the number of "
+            "bytes of all files in data/ when it is run in /app.\n"
         ),
         files={"bytes.sh": broken} | {f"data/{name}": "x" * rng.randrange(1, 50) for name in names},
         check=(
-            'cd /work && cp "/tests/another file" data/ && '
+            'cd /app && cp "/tests/another file" data/ && '
             '[ "$(timeout 5 bash bytes.sh 2> /dev/null)" = "$(cat data/* | wc -c)" ]'
         ),
         secrets={"another file": "y" * rng.randrange(50, 90)},
@@ -158,13 +158,13 @@ def median(rng: random.Random, number: int) -> Task:
         "    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2\n"
     )
     hidden = (
-        "import statistics\nimport sys\n\nsys.path.insert(0, '/work')\nfrom stats import median\n\n"
+        "import statistics\nimport sys\n\nsys.path.insert(0, '/app')\nfrom stats import median\n\n"
         f"for values in {cases}:\n    assert median(values) == statistics.median(values), values\n"
     )
     return Task(
         name=f"median-{number}",
         description="Repair a Python function",
-        instruction="The function median in /work/stats.py is wrong for an even number of values. Repair it.\n",
+        instruction="The function median in /app/stats.py is wrong for an even number of values. Repair it.\n",
         files={"stats.py": broken},
         check="timeout 10 python3 /tests/hidden.py",
         secrets={"hidden.py": hidden},

@@ -98,11 +98,11 @@ async def test_memory_disk_processes_and_time_are_limited(sandbox: Sandbox) -> N
 async def test_files_come_out_as_files_and_no_link_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "note").write_text("hello")
-    await sandbox.put(tmp_path / "in", "/work")
-    await sandbox.put(tmp_path / "in" / "deep" / "note", "/work/copy")
-    await sandbox.run("cd /work && ln -s /etc/passwd link && mkfifo pipe && ln -s ../../../outside deep/far")
-    await sandbox.get("/work", tmp_path / "out")
-    await sandbox.get("/work/copy", tmp_path / "one")
+    await sandbox.put(tmp_path / "in", "/app")
+    await sandbox.put(tmp_path / "in" / "deep" / "note", "/app/copy")
+    await sandbox.run("cd /app && ln -s /etc/passwd link && mkfifo pipe && ln -s ../../../outside deep/far")
+    await sandbox.get("/app", tmp_path / "out")
+    await sandbox.get("/app/copy", tmp_path / "one")
     found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*"))
     assert found == ["copy", "deep", "deep/note"]
     assert (tmp_path / "out" / "copy").read_text() == (tmp_path / "one").read_text() == "hello"

@@ -21,7 +21,7 @@ def test_each_directory_of_a_task_is_a_prompt_with_its_instruction(directory: Pa
     prompts = load_tasks(directory, "task.harbor.path")
     assert [prompt.uid for prompt in prompts] == ["visitors-0", "visitors-1", "visitors-2"]
     (message,) = prompts[0].messages
-    assert message["role"] == "user" and message["content"].startswith("The file /work/access.log")
+    assert message["role"] == "user" and message["content"].startswith("The file /app/access.log")
     assert Path(prompts[0].extras[TASK_COLUMN]) == directory / "visitors-0"
     (alone,) = load_tasks(directory / "visitors-1", "task.harbor.path")
     assert alone.uid == "visitors-1"
