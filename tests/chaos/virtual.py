@@ -239,8 +239,8 @@ class VirtualRun:
     async def _kill(self) -> None:
         """Who is killed writes nothing any more."""
         self._simulation.trainer._saver.checkpointer = None
-        with self._record._lock:
-            self._record._write = lambda: None  # type: ignore[method-assign]
+        with self._record._writer._lock:
+            self._record._writer._write = list.clear
         self._life.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._life

@@ -98,7 +98,7 @@ def test_a_deadline_suspended_for_two_reasons_counts_again_when_both_are_gone() 
 class OneTurnSession:
     """Stands in for an endpoint's session in which the policy was asked once: logic alone, no HTTP."""
 
-    base_url, api_key, model = "http://127.0.0.1/v1", "key", "policy"
+    base_url, api_key, model, max_model_len = "http://127.0.0.1/v1", "key", "policy", 1024
 
     async def status(self) -> dict[str, Any]:
         return {"state": "open", "messages": [], "last_text": "", "num_turns": 1, "was_cut_short": False}
