@@ -1,4 +1,8 @@
-"""Qwen Code (Alibaba), over chat completions. Its sub-agents and its compaction are on."""
+"""Qwen Code (Alibaba), over chat completions.
+
+Its sub-agents and its compaction are on. Its memory is off: the agent that keeps it works after the task, in a ``HOME`` that is deleted,
+and would take half of a sample's weight.
+"""
 
 from skyrl_async.harnesses.install import NpmPackages
 from skyrl_async.harnesses.shipped import ShippedHarness, read_result_line, tool_call
@@ -10,6 +14,7 @@ _SETTINGS = """\
   "telemetry": {"enabled": false},
   "security": {"auth": {"selectedType": "openai"}},
   "tools": {"useRipgrep": false},
+  "memory": {"enableManagedAutoMemory": false, "enableManagedAutoDream": false, "enableAutoSkill": false},
   "model": {
     "generationConfig": {"contextWindowSize": $SKYRL_MAX_MODEL_LEN, "samplingParams": {"max_tokens": $HARNESS_MAX_TOKENS}}
   }

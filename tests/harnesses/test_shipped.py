@@ -111,6 +111,13 @@ async def test_a_sub_agent_is_a_branch_that_is_trained(name: str, programs: Call
     assert len(played.rows) == 2
 
 
+@pytest.mark.slow
+async def test_qwen_code_starts_no_agent_beside_its_task_when_it_has_answered(programs: Callable[[str], Path]) -> None:
+    played = await play(HARNESSES["qwen-code"], programs("qwen-code"), lambda _: "word " * 40)
+    assert_all_is_trained(played)
+    assert [(row.num_turns, row.weight) for row in played.rows] == [(1, 1.0)]
+
+
 def test_the_reference_lists_every_shipped_harness_with_its_version_and_route() -> None:
     rows = [line.split("|") for line in REFERENCE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     listed = {row[1].strip(" `"): (row[2].strip(), row[3].strip(" `")) for row in rows if len(row) > 4}
