@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RECORDED = Path(__file__).parent / "recorded.jsonl"
-NUM_TRAIN, NUM_EVAL, NUM_GUESSES = 384, 128, 300
+NUM_TRAIN, NUM_EVAL, NUM_GUESSES = 384, 64, 300
 MAX_NOTES = 3
 NUM_DECOYS = 3
 NUMBERS = range(100, 1000)
