@@ -1,7 +1,8 @@
 """Held-out reward before and after a run of ``examples/agent_first_run``, through a harness that is not ours, with three seeds.
 
 Each seed has a warm start of its own, with nothing cached. ``seconds``: from the command to its end, warm start and both evaluations
-included; Harbor's own environment is there (``--harbor-python``, or the one in the cache).
+included; Harbor's own environment is there (``--harbor-python``, or the one in the cache). ``curve``: (seconds since the run began, mean
+reward of the trained samples) of each step.
 """
 
 import json
@@ -11,8 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from benchmarks.report import arguments, conditions, report
 from examples.agent_first_run.make import make
@@ -20,6 +25,7 @@ from examples.agent_first_run.make import make
 _README = Path(__file__).parents[1] / "examples" / "agent_first_run" / "README.md"
 _MADE = "outputs/agent_first_run"
 _SEEDS = 3
+_COLORS = ("#3b6fb6", "#e08a2e", "#3d9a6d")
 
 
 def overrides() -> list[str]:
@@ -39,15 +45,45 @@ def measured_run(seed: int, directory: Path, more: list[str]) -> dict[str, Any]:
     seconds = time.monotonic() - began
     if code:
         raise RuntimeError(f"the run ended with {code}; {run_dir / 'run.log'} says why")
+    return {"seed": seed, "seconds": seconds, **figures_of(run_dir)}
+
+
+def figures_of(run_dir: Path) -> dict[str, Any]:
+    """What a run's files say."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    names = ("reward_before", "reward_after")
-    return {"seed": seed, **{name: summary[name] for name in names}, "seconds": seconds}
+    steps = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    curve = [(step["time_s"], step["reward/mean"]) for step in steps if "reward/mean" in step]
+    return {name: summary[name] for name in ("reward_before", "reward_after")} | {"curve": curve}
+
+
+def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
+    """Draw the reward of every seed over time, with the held-out rewards before and after."""
+    figure = Figure(figsize=(7.6, 3.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for row, color in zip(rows, _COLORS, strict=False):
+        seconds, rewards = zip(*row["curve"], strict=True)
+        axes.plot(seconds, rewards, color=color, linewidth=1.4, alpha=0.8, label=f"seed {row['seed']}")
+        ends = (row["seconds"] - seconds[-1]) / 2
+        held_out = [row["reward_before"], row["reward_after"]]
+        axes.scatter([max(0.0, seconds[0] - ends), seconds[-1] + ends], held_out, color=color, s=42, zorder=3)
+    axes.set_ylim(0, 1.03)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds since the run began", fontsize=9)
+    axes.set_ylabel("reward", fontsize=9)
+    axes.set_title("Terminus-2, unmodified, in the local sandbox, on two cores", loc="left", fontsize=11)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower right", title="dots: held-out tasks", title_fontsize=8.5)
+    figure.savefig(png)
 
 
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--harbor-python", help="of an environment with Harbor; default: one that is made and kept")
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which are deleted otherwise")
+    parser.add_argument("--plot", type=Path, help="draw the rewards to this picture")
     options = parser.parse_args()
     more = [f"generator.harbor.python={options.harbor_python}"] if options.harbor_python else []
     under = conditions(seed=options.seed)
@@ -63,7 +99,10 @@ def main() -> int:
         "seconds": max(row["seconds"] for row in rows),
         "conditions": under,
     }
-    report("a first run through a harness", figures, rows, options.json)
+    if options.plot is not None:
+        draw(rows, options.plot)
+    table = [{name: value for name, value in row.items() if name != "curve"} for row in rows]
+    report("a first run through a harness", figures, table, options.json, written={"rows": rows})
     return 0
 
 

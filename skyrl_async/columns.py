@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 TokenIds: TypeAlias = NDArray[np.int32]
 Logprobs: TypeAlias = NDArray[np.float32]
 """In nats."""
+Advantages: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 _KINDS = {"i": "iu", "f": "fiu", "b": "biu"}
@@ -43,6 +44,16 @@ def column(values: Sequence[Any] | NDArray[Any], dtype: type[np.generic], name: 
 def token_ids(values: Sequence[int] | TokenIds) -> TokenIds:
     """(T,) int32."""
     return column(values, np.int32, "token_ids")
+
+
+def repeated(value: float, num_tokens: int) -> NDArray[np.float32]:
+    """(num_tokens,) float32 of one value, in the memory of one."""
+    return np.broadcast_to(np.float32(value), (num_tokens,))
+
+
+def is_repeated(values: NDArray[Any]) -> bool:
+    """Whether ``repeated`` has made the column, and so surely one value fills it."""
+    return values.strides == (0,)
 
 
 NO_TOKENS: TokenIds = token_ids(())

@@ -9,9 +9,18 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from skyrl_async.errors import ConfigError, did_you_mean
+
+
+class Unit(StrEnum):
+    """What an advantage estimator gives advantages for."""
+
+    SAMPLE = "sample"
+    TURN = "turn"
+    TOKEN = "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +29,7 @@ class AdvantageEntry:
 
     path: str
     """``package.module:function``."""
+    unit: Unit = Unit.SAMPLE
     needs_mini_batch: bool = False
     """A group's advantages depend on the other groups of its step: nothing of the step is trained before all are there."""
     needs_groups: bool = False
@@ -78,9 +88,13 @@ class Registry(Generic[E]):
         self.load(entry)
         return entry
 
+    def is_builtin(self, name: str) -> bool:
+        """Whether it is a name of ours, and nobody has replaced it."""
+        return name in self._builtin
+
     def portable(self, name: str) -> str:
         """What means the same in other processes. Raises ``ConfigError`` as ``entry``."""
-        return name if name in self._builtin else self.entry(name).path
+        return name if self.is_builtin(name) else self.entry(name).path
 
     def load(self, entry: E) -> Callable[..., Any]:
         """The function itself. Raises ``ConfigError`` as ``entry``."""
@@ -120,25 +134,34 @@ def path_of(function: Callable[..., Any]) -> str:
     return path
 
 
-def _estimator(function: str, *, needs_mini_batch: bool = False, needs_groups: bool = True) -> AdvantageEntry:
-    path = f"skyrl_async.algorithms.advantages:{function}"
-    return AdvantageEntry(path=path, needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+def _estimator(
+    module: str, function: str, *, unit: Unit = Unit.SAMPLE, needs_mini_batch: bool = False, needs_groups: bool = True
+) -> AdvantageEntry:
+    path = f"skyrl_async.algorithms.estimators.{module}:{function}"
+    return AdvantageEntry(path=path, unit=unit, needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+
+
+def _estimator_arguments(entry: AdvantageEntry) -> tuple[str, ...]:
+    if entry.unit is Unit.SAMPLE:
+        return ("groups",) if entry.needs_mini_batch else ("rewards",)
+    return ("groups" if entry.needs_mini_batch else "samples", "constants")
 
 
 ADVANTAGE_ESTIMATORS = Registry(
     "trainer.algorithm.advantage_estimator",
     AdvantageEntry,
     {
-        "grpo": _estimator("grpo_advantages"),
-        "dr_grpo": _estimator("dr_grpo_advantages"),
-        "rloo": _estimator("rloo_advantages"),
-        "maxrl": _estimator("maxrl_advantages"),
-        "reinforce++": _estimator("reinforce_pp_advantages", needs_mini_batch=True, needs_groups=False),
-        "reinforce++_baseline": _estimator("reinforce_pp_baseline_advantages", needs_mini_batch=True),
+        **{name: _estimator("outcome", f"{name}_advantages") for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
+        "reinforce++": _estimator("reinforce_pp", "reinforce_pp_advantages", needs_mini_batch=True, needs_groups=False),
+        "reinforce++_baseline": _estimator("reinforce_pp", "reinforce_pp_baseline_advantages", needs_mini_batch=True),
+        **{
+            name: _estimator(name, f"{name}_advantages", unit=Unit.TURN)
+            for name in ("turn_rloo", "gigpo", "turn_credit")
+        },
     },
-    lambda entry: ("groups",) if entry.needs_mini_batch else ("rewards",),
+    _estimator_arguments,
 )
-"""A value model with GAE has its place here: an entry that needs the whole mini-batch, and values beside the rewards."""
+"""A value model with GAE has its place here: an entry whose unit is a token, and values beside the rewards."""
 
 
 def _path_of_loss(function: str) -> str:

@@ -4,6 +4,7 @@ Everything here is plain, frozen and free of torch, ray and vllm, so that any pr
 read-only numpy column, or ``VersionSpans``; constructors take any sequence of such values too, and copy no array of the right dtype.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -15,6 +16,7 @@ import numpy as np
 from skyrl_async.columns import (
     NO_LOGPROBS,
     NO_TOKENS,
+    Advantages,
     Logprobs,
     Mask,
     TokenIds,
@@ -253,6 +255,18 @@ class RowMessage:
     """Seconds of a reply's engine calls."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """Where a turn of the policy stands in a row that trains it."""
+
+    index: int
+    """Place among all turns of the sample, in the order in which they were sampled, from 0."""
+    start: int
+    """First sampled token, counted in the response."""
+    end: int
+    """After the last one."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
     """One sample of a prompt, single- or multi-turn, as a training row. T is the number of response tokens."""
@@ -271,6 +285,11 @@ class Trajectory:
     """Sum of the environment's rewards."""
     shaped_reward: float | None = None
     """Reward after shaping, from which advantages are computed; None: not shaped."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn of the sample earned, in the order of turns; they sum to ``reward``, and are the same in all rows of the sample. Empty
+    if only the whole reward is known: the last turn has earned it."""
+    turn_spans: tuple[TurnSpan, ...] = ()
+    """The turns that this row trains, in order. Empty: the row is one turn, the first."""
     num_turns: int = 1
     is_truncated: bool = False
     """Ended by the token budget, not by the policy."""
@@ -280,8 +299,8 @@ class Trajectory:
     """Index of the sample in the group; None if each sample is one row, in order. A session with a rewritten history has a row per
     branch, all with the session's reward."""
     weight: float = 1.0
-    """Weight of the row's tokens in the loss, in (0, 1]. The weights of a sample's rows sum to 1, until ``algorithms.aggregation``
-    divides them by lengths."""
+    """The row's share of its sample, in (0, 1]; the shares of a sample's rows sum to 1. After ``algorithms.aggregation`` it is the weight
+    of the row's tokens in the loss."""
     is_abandoned: bool = False
     """The harness ended without a reward: the loss mask is 0 and the reward is ignored."""
     is_overlong: bool = False
@@ -312,6 +331,26 @@ class Trajectory:
                     f"trajectory.{name} has {len(values)} entries for {num_tokens} response tokens; "
                     "a generator must return one per response token"
                 )
+        if self.turn_spans or self.turn_rewards:
+            self._check_turns(num_tokens)
+
+    def _check_turns(self, num_tokens: int) -> None:
+        end = 0
+        for span in self.turn_spans:
+            if not end <= span.start <= span.end <= num_tokens:
+                raise ValueError(
+                    f"trajectory.turn_spans must follow each other within the {num_tokens} response tokens, got {self.turn_spans}"
+                )
+            end = span.end
+        if not self.turn_rewards:
+            return
+        last = max((span.index for span in self.turn_spans), default=0)
+        if last >= len(self.turn_rewards):
+            raise ValueError(
+                f"trajectory.turn_rewards has {len(self.turn_rewards)} entries, but turn {last} is trained"
+            )
+        if not math.isclose(math.fsum(self.turn_rewards), self.reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise ValueError(f"trajectory.turn_rewards must sum to reward ({self.reward}), got {self.turn_rewards}")
 
     __eq__ = have_equal_fields
 
@@ -408,8 +447,9 @@ class Group:
     epoch: int = 0
     """Pass over the dataset in which the prompt was drawn."""
     generation_seconds: float = 0.0
-    advantages: tuple[float, ...] = ()
-    """One per trajectory, after the reward stage; not part of a checkpoint."""
+    advantages: tuple[Advantages, ...] = field(default=(), compare=False)
+    """One column per trajectory, (T,) float32, after the reward stage: the advantage of each sampled token; other values mean nothing. A
+    number that holds for a whole row is a column that repeats it without memory. Not part of a checkpoint."""
     work: Mapping[int, SampleWork] = field(default_factory=dict, compare=False)
     """By index of a sample, where the generator tells; not part of a checkpoint."""
 

@@ -1,217 +1,154 @@
-"""Advantage estimators, and groups with advantages: rewards in, one advantage per sample out.
+"""Groups with advantages: rewards in, one advantage per trained token out, as a column of each row.
 
-An estimator sees neither tokens nor tensors, only a handful of floats, either of one group or of all groups of a mini-batch. The
-configuration names it; it is looked up once.
+An estimator (``estimators``) sees neither token ids nor tensors, only a handful of numbers per sample (``credit``), either of one group or
+of all groups of a mini-batch. It gives a number per sample, per turn or per token; the configuration names it.
 
-The reward stage computes advantages that depend on the rewards of one group alone (``rollout.preparation``). ``StepAdvantages`` computes
-the others, and marks, when a step is put together.
+The reward stage computes advantages that depend on one group alone (``rollout.preparation``). ``StepAdvantages`` computes the others, and
+marks, when a step is put together.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_async.errors import TrainingError
-from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, path_of
-from skyrl_async.samples import live_samples_of, per_row
-from skyrl_async.types import Group, Trajectory
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_async.algorithms.credit import GroupRewards, SampleCredit, columns_of, constant_column, credit_of
+from skyrl_async.algorithms.settings import AdvantageConstants
+from skyrl_async.columns import Advantages
+from skyrl_async.errors import ConfigError, TrainingError
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, Unit, path_of
+from skyrl_async.samples import Sample, samples_of
+from skyrl_async.types import Group
 
 if TYPE_CHECKING:
     from skyrl_async.algorithms.kl import KlPenalty
     from skyrl_async.algorithms.policy_losses import Mark
 
+_KEY = "trainer.algorithm.advantage_estimator"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRewards:
-    """One group as an estimator over a mini-batch sees it: its samples without abandoned ones."""
-
-    rewards: tuple[float, ...]
-    """One finite reward per sample."""
-    num_tokens: tuple[int, ...]
-    """Trained tokens per sample, >= 0."""
-
-
-ComputeAdvantages = Callable[[Sequence[float]], Sequence[float]]
-"""The rewards of one group, at least one -> one advantage each."""
-ComputeMiniBatchAdvantages = Callable[[Sequence[GroupRewards]], Sequence[Sequence[float]]]
-"""All groups of a mini-batch that have a sample, at least one group -> per group one advantage per sample."""
+GroupCredit = GroupRewards | tuple[SampleCredit, ...]
+"""One group as an estimator sees it: of samples, or of turns and tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """An estimator over groups: all groups of a mini-batch -> per group one advantage per sample."""
+    """An estimator: the groups of a mini-batch -> per group and sample a number, or one per turn or token.
 
-    compute: Callable[[Any], Sequence[Any]]
-    """``ComputeMiniBatchAdvantages`` if it ``needs_mini_batch``, else ``ComputeAdvantages``."""
+    What ``compute`` is called with:
+
+        unit            a group alone                        all groups of a mini-batch (``needs_mini_batch``)
+        sample          rewards                              ``GroupRewards`` of each
+        turn, token     ``SampleCredit`` of each, constants  the same of each group, constants
+
+    It returns an advantage per sample; with a unit of turn or token a sequence per sample, (K,) or (N,) as ``SampleCredit`` has them. A
+    mini-batch gets this per group. Each group has at least one sample.
+    """
+
+    compute: Callable[..., Sequence[Any]]
+    unit: Unit = Unit.SAMPLE
     needs_mini_batch: bool = False
+    constants: AdvantageConstants = field(default_factory=AdvantageConstants)
 
-    def __call__(self, groups: Sequence[GroupRewards]) -> Sequence[Sequence[float]]:
-        """Return per group one advantage per sample. Each group has a sample."""
+    def __call__(self, groups: Sequence[GroupCredit]) -> Sequence[Sequence[Any]]:
+        """Return per group and sample what ``compute`` gives."""
+        constants = () if self.unit is Unit.SAMPLE else (self.constants,)
         if self.needs_mini_batch:
-            return self.compute(groups) if groups else ()
-        return [self.compute(group.rewards) for group in groups]
+            return self.compute(groups, *constants) if groups else ()
+        return [
+            self.compute(group.rewards if isinstance(group, GroupRewards) else group, *constants) for group in groups
+        ]
+
+    def sees(self, samples: Sequence[tuple[Sample, Sample]], rewards: Sequence[float]) -> GroupCredit:
+        """A group as the estimator sees it: its samples, whole and as they are trained, and what each earned."""
+        if self.unit is Unit.SAMPLE:
+            return GroupRewards(
+                rewards=tuple(rewards), num_tokens=tuple(trained.num_sampled_tokens for _, trained in samples)
+            )
+        return tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
+
+    def columns(
+        self, samples: Sequence[tuple[Sample, Sample]], seen: GroupCredit, found: Sequence[Any]
+    ) -> dict[int, Advantages]:
+        """``id`` of each row of a group's samples -> its column, (T,) float32, from what ``compute`` gives for ``seen``.
+
+        Raises ``TrainingError`` unless that is one finite advantage per sample, turn or token.
+        """
+        of_row: dict[int, Advantages] = {}
+        for (whole, trained), advantages in zip(samples, self.check(seen, found), strict=True):
+            if self.unit is Unit.SAMPLE:
+                of_row |= {id(row): constant_column(row, advantages.item()) for row in whole.rows}
+            else:
+                of_row |= dict(zip(map(id, whole.rows), columns_of(trained, self.unit, advantages), strict=True))
+        return of_row
+
+    def check(self, seen: GroupCredit, found: Sequence[Any]) -> list[NDArray[np.float64]]:
+        """What ``compute`` gives for a group, as numbers per sample. Raises ``TrainingError`` unless they are as many as they must be."""
+        given = [np.atleast_1d(np.asarray(one, np.float64)) for one in found]
+        if [one.shape for one in given] != _shapes(seen, self.unit) or not all(np.isfinite(one).all() for one in given):
+            raise TrainingError(
+                f"{_KEY} must return one finite advantage per {_per(seen, self.unit)}, got {list(found)}"
+            )
+        return given
 
 
-def _zero_where_equal(compute: Callable[[Sequence[float]], list[float]]) -> Callable[[Sequence[float]], list[float]]:
-    """Give exact zeros to a group whose rewards do not differ, or of one sample; refuse rewards that are not finite."""
-
-    @wraps(compute)
-    def of_group(rewards: Sequence[float]) -> list[float]:
-        _require_finite(rewards)
-        if not rewards or min(rewards) == max(rewards):
-            return [0.0] * len(rewards)
-        return compute(rewards)
-
-    return of_group
+def _shapes(seen: GroupCredit, unit: Unit) -> list[tuple[int]]:
+    """How many advantages an estimator owes each sample."""
+    if isinstance(seen, GroupRewards):
+        return [(1,)] * len(seen.rewards)
+    return [(len(one.rewards) if unit is Unit.TURN else sum(one.num_tokens),) for one in seen]
 
 
-def _require_finite(rewards: Sequence[float]) -> None:
-    for index, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"rewards[{index}] must be finite, got {reward}; correct the environment's reward")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-@_zero_where_equal
-def dr_grpo_advantages(rewards: Sequence[float]) -> list[float]:
-    """``A_i = r_i - mean(r)``: Dr. GRPO (arXiv 2503.20783), section 3.2. It does not favour groups with little variance.
-
-    Over a group of n, the mean of advantages times scores is ``(n - 1) / n`` times the policy gradient, because every sample is part of
-    its own baseline.
-
-    Args:
-        rewards: one finite reward per sample of one group.
-
-    Returns:
-        One advantage per reward; zeros if all rewards are equal, as in a group of one, which has no baseline.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
-    mean = _mean(rewards)
-    return [reward - mean for reward in rewards]
-
-
-@_zero_where_equal
-def grpo_advantages(rewards: Sequence[float]) -> list[float]:
-    """``A_i = (r_i - mean(r)) / (std(r) + 1e-6)``: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
-
-    The standard deviation is the unbiased estimate. Arguments, result and errors as in ``dr_grpo_advantages``.
-    """
-    mean = _mean(rewards)
-    centred = [reward - mean for reward in rewards]
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + 1e-6) for c in centred]
-
-
-@_zero_where_equal
-def rloo_advantages(rewards: Sequence[float]) -> list[float]:
-    """``A_i = r_i - mean of the others = n / (n - 1) (r_i - mean(r))``: RLOO (arXiv 2402.14740), after Kool et al. (2019).
-
-    The mean of advantages times scores is the policy gradient, for every n >= 2. Arguments, result and errors as in
-    ``dr_grpo_advantages``.
-    """
-    mean, share = _mean(rewards), len(rewards) / (len(rewards) - 1)
-    return [share * (reward - mean) for reward in rewards]
-
-
-@_zero_where_equal
-def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
-    """``A_i = (r_i - mean(r)) / mean(r)``: MaxRL (arXiv 2602.02710), for rewards of 0 and 1.
-
-    With p the probability of reward 1, the mean of advantages times scores is the gradient of ``log p``, expanded in ``1 - p`` and
-    truncated: ``sum over k = 1 .. n - 1 of (1 - p)^(k - 1) grad p``. Arguments and result as in ``dr_grpo_advantages``.
-
-    Raises:
-        ValueError: a reward is not finite, or negative.
-    """
-    if min(rewards) < 0:
-        raise ValueError(
-            f"rewards must be >= 0 with trainer.algorithm.advantage_estimator=maxrl, which divides by their mean, got {min(rewards)}; "
-            "shift them, or choose another estimator"
-        )
-    mean = _mean(rewards)
-    return [(reward - mean) / mean for reward in rewards]
-
-
-def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
-
-    Each sample counts once per trained token; mean and standard deviation are taken over these tokens. Nothing is computed per prompt, so
-    that groups of one sample work. With KL in the reward every token gets the KL of the whole answer; in the paper it gets the KL from
-    that token on. Before normalisation both have the same mean; this one has more variance (``kl.KlPenalty``).
-
-    Args:
-        groups: all groups of one mini-batch.
-
-    Returns:
-        Per group one advantage per sample; zeros if all rewards are equal.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
-    for group in groups:
-        _require_finite(group.rewards)
-    return _normalised([list(group.rewards) for group in groups], groups)
-
-
-def reinforce_pp_baseline_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """``reinforce_pp_advantages`` of ``r_i - mean over its group``: REINFORCE++ with baseline (arXiv 2501.03262).
-
-    The group's mean removes the difficulty of its prompt; the mini-batch's standard deviation sets the scale. Arguments, result and errors
-    as in ``reinforce_pp_advantages``.
-    """
-    return _normalised([dr_grpo_advantages(group.rewards) for group in groups], groups)
-
-
-def _normalised(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """Subtract the mean over tokens, and divide by the standard deviation over tokens."""
-    counted = [
-        (value, num)
-        for of_group, group in zip(values, groups, strict=True)
-        for value, num in zip(of_group, group.num_tokens, strict=True)
-        if num
-    ]
-    if not counted or min(counted)[0] == max(counted)[0]:
-        return [[0.0] * len(of_group) for of_group in values]
-    num_tokens = sum(num for _, num in counted)
-    mean = math.fsum(value * num for value, num in counted) / num_tokens
-    std = math.sqrt(math.fsum((value - mean) ** 2 * num for value, num in counted) / num_tokens)
-    return [[(value - mean) / (std + 1e-8) for value in of_group] for of_group in values]
-
-
-def row_advantages(trajectories: Sequence[Trajectory], compute: ComputeAdvantages) -> list[float]:
-    """Give every row of a group the advantage of its sample. Abandoned and overlong samples get 0 and are not in the baseline.
-
-    Args:
-        trajectories: the group's rows.
-        compute: (shaped) rewards of the live samples -> one advantage per sample; not called if there are none.
-
-    Raises:
-        TrainingError: ``compute`` does not return one finite advantage per reward.
-    """
-    live = live_samples_of(trajectories)
-    rewards = [sample.shaped_reward for sample in live]
-    of_sample = list(compute(rewards)) if live else []
-    if len(of_sample) != len(live) or not all(map(math.isfinite, of_sample)):
-        raise TrainingError(
-            f"trainer.algorithm.advantage_estimator must return one finite advantage per reward of {rewards}, got {of_sample}"
-        )
-    return per_row(trajectories, zip(live, of_sample, strict=True), 0.0)
-
-
-def with_advantages(group: Group, compute: ComputeAdvantages) -> Group:
-    """Return the group with ``row_advantages``."""
-    return replace(group, advantages=tuple(row_advantages(group.trajectories, compute)))
+def _per(seen: GroupCredit, unit: Unit) -> str:
+    """What an estimator owes an advantage for, in words."""
+    if isinstance(seen, GroupRewards):
+        return f"reward of {list(seen.rewards)}"
+    return f"{unit} of samples that have {' and '.join(str(num) for (num,) in _shapes(seen, unit))}"
 
 
 MaskGroup = Callable[[Group], Group]
 """A group -> the group with the tokens masked that the staleness policy leaves out."""
+
+
+def with_advantages(
+    groups: Sequence[Group],
+    estimator: AdvantageEstimator,
+    reward_of: Callable[[Sample], float] = lambda sample: sample.shaped_reward,
+    masked_group: MaskGroup = lambda group: group,
+) -> list[Group]:
+    """Return the groups with an advantage for every token. Abandoned and overlong samples get 0 and are in no baseline.
+
+    Args:
+        groups: all groups of a mini-batch if the estimator needs them at once.
+        estimator: computes the advantages; not called if no sample is left.
+        reward_of: what a sample earned.
+        masked_group: leaves out tokens that are not trained.
+
+    Raises:
+        TrainingError: the estimator does not return one finite advantage per sample, turn or token.
+    """
+    lives = [_live_pairs(group, masked_group(group)) for group in groups]
+    seen = [estimator.sees(pairs, [reward_of(whole) for whole, _ in pairs]) for pairs in lives if pairs]
+    found = iter(zip(seen, estimator(seen), strict=True))
+    return [
+        _with_columns(group, estimator.columns(pairs, *next(found)) if pairs else {})
+        for group, pairs in zip(groups, lives, strict=True)
+    ]
+
+
+def _live_pairs(group: Group, trained: Group) -> list[tuple[Sample, Sample]]:
+    """The samples that are trained and form the baseline, whole and as they are trained."""
+    both = zip(samples_of(group.trajectories), samples_of(trained.trajectories), strict=True)
+    return [(whole, part) for whole, part in both if whole.is_live]
+
+
+def _with_columns(group: Group, of_row: Mapping[int, Advantages]) -> Group:
+    """The group with a column per row; 0 in rows that are not trained."""
+    rows = group.trajectories
+    return replace(
+        group, advantages=tuple(of_row[id(row)] if id(row) in of_row else constant_column(row, 0.0) for row in rows)
+    )
 
 
 @dataclass(frozen=True)
@@ -232,21 +169,14 @@ class StepAdvantages:
         whole answers; only trained tokens are counted and marked.
         """
         if self.estimator is not None:
-            rewards = [self._rewards_of(group, masked_group(group)) for group in groups]
-            live = [index for index, of_one in enumerate(rewards) if of_one.rewards]
-            found = dict(zip(live, self.estimator([rewards[index] for index in live]), strict=True))
-            groups = [_with_these(group, found.get(index, ())) for index, group in enumerate(groups)]
+            groups = with_advantages(groups, self.estimator, self._reward_of, masked_group)
         if self.mark is None:
             return groups
         marked = self.mark([masked_group(group) for group in groups])
         return [_with_marks(*pair) for pair in zip(groups, marked, strict=True)]
 
-    def _rewards_of(self, group: Group, part: Group) -> GroupRewards:
-        samples = live_samples_of(group.trajectories)
-        return GroupRewards(
-            rewards=tuple(s.shaped_reward if self.penalty is None else self.penalty.penalised(s) for s in samples),
-            num_tokens=tuple(sample.num_sampled_tokens for sample in live_samples_of(part.trajectories)),
-        )
+    def _reward_of(self, sample: Sample) -> float:
+        return sample.shaped_reward if self.penalty is None else self.penalty.penalised(sample)
 
     def end_step(self) -> dict[str, float]:
         """Called after each optimizer step; returns the figures of its penalty."""
@@ -268,41 +198,52 @@ class StepAdvantages:
             self.penalty.controller.coefficient = kl_coef
 
 
-def _with_these(group: Group, of_samples: Sequence[float]) -> Group:
-    return with_advantages(group, lambda _: of_samples)
-
-
 def _with_marks(group: Group, marked: Group) -> Group:
     rows = zip(group.trajectories, marked.trajectories, strict=True)
     return replace(group, trajectories=tuple(replace(row, marks=of.marks) for row, of in rows))
 
 
-def make_advantage_estimator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageEstimator:
-    """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names."""
-    entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not grpo_norm_by_std else name)
-    return AdvantageEstimator(compute=ADVANTAGE_ESTIMATORS.load(entry), needs_mini_batch=entry.needs_mini_batch)
+def make_advantage_estimator(name: str, constants: AdvantageConstants | None = None) -> AdvantageEstimator:
+    """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names.
+
+    ``grpo`` without ``norm_by_std`` is ``dr_grpo``.
+    """
+    constants = constants or AdvantageConstants()
+    entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not constants.norm_by_std else name)
+    return AdvantageEstimator(
+        compute=ADVANTAGE_ESTIMATORS.load(entry),
+        unit=entry.unit,
+        needs_mini_batch=entry.needs_mini_batch,
+        constants=constants,
+    )
 
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def register_advantage_estimator(
-    name: str, *, needs_mini_batch: bool = False, needs_groups: bool = True
+    name: str, *, unit: Unit | str = Unit.SAMPLE, needs_mini_batch: bool = False, needs_groups: bool = True
 ) -> Callable[[F], F]:
     """Decorator: let ``trainer.algorithm.advantage_estimator=name`` mean the decorated function.
 
+    ``AdvantageEstimator`` says what the function is called with, and returns.
+
     Args:
         name: without a colon; a known name is replaced.
-        needs_mini_batch: the function takes all groups of a mini-batch (``ComputeMiniBatchAdvantages``), not the rewards of one group
-            (``ComputeAdvantages``).
+        unit: what the function gives advantages for: ``sample``, ``turn`` or ``token``.
+        needs_mini_batch: the function takes all groups of a mini-batch, not one group.
         needs_groups: a prompt's only sample has no advantage; ``generator.n_samples_per_prompt=1`` is refused.
 
     Raises:
-        ConfigError: the function is not at the top of a module that can be imported.
+        ConfigError: the function is not at the top of a module that can be imported, or there is no such unit.
     """
+    if unit not in list(Unit):
+        raise ConfigError(f"unit must be one of {', '.join(Unit)}, got {unit!r}")
 
     def register(function: F) -> F:
-        entry = AdvantageEntry(path=path_of(function), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+        entry = AdvantageEntry(
+            path=path_of(function), unit=Unit(unit), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups
+        )
         ADVANTAGE_ESTIMATORS.register(name, entry)
         return function
 

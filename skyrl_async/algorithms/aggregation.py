@@ -22,7 +22,10 @@ class WeightedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How the losses l of tokens become one. Sequence i is a row with n_i trained tokens and ``weight`` v_i.
+    """How the losses l of tokens become one. Sequence i is a row with n_i trained tokens and weight v_i.
+
+    v_i is 1, so that ``token_mean`` counts every token alike, or with ``splits_samples`` the row's ``weight``: a sample whose history was
+    rewritten then counts as one sequence, however many rows it has, and its tokens count less the more rows there are.
 
     ``token_mean``: ``sum v_i l_it / sum v_i n_i``, DAPO (arXiv 2503.14476), section 3.3.
     ``sequence_mean``: ``sum v_i (sum_t l_it / n_i) / sum v_i``, GRPO (arXiv 2402.03300), equation 3.
@@ -36,9 +39,13 @@ class Aggregation:
     name: str = "token_mean"
     max_seq_len: int | None = None
     """> 0; needed by ``seq_mean_token_sum_norm``."""
+    splits_samples: bool = False
+    """Whether the rows of a sample share the weight of one."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> WeightedGroup:
         """Weigh all rows of one group."""
+        if not self.splits_samples:
+            trajectories = [row if row.weight == 1 else replace(row, weight=1.0) for row in trajectories]
         num_tokens = [row.num_sampled_tokens for row in trajectories]
         rows = [(row.weight, num) for row, num in zip(trajectories, num_tokens, strict=True) if num]
         num_sequences = sum(weight for weight, _ in rows)

@@ -7,21 +7,24 @@ of micro-batches is a pure function of the lengths, and the same on every machin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_async.columns import Mask
+from skyrl_async.columns import Advantages, Mask
 from skyrl_async.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trajectory with its advantage."""
+    """One trajectory with its advantages."""
 
     trajectory: Trajectory
-    advantage: float
+    advantages: Advantages
+    """(T,) float32, one per response token; read at the trained ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -149,8 +152,8 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     positions = torch.from_numpy(np.flatnonzero(is_before_sampled))
     num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
     row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
-    weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float32)
-    advantages = torch.tensor([row.advantage * row.trajectory.weight for row in rows], dtype=torch.float32)
+    weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float64)[row_indices]
+    advantages = [row.advantages[row.trajectory.loss_mask] for row in rows]
     return MicroBatch(
         input_ids=input_ids.to(device),
         row_lengths=tuple(lengths) if is_packed and rows else None,
@@ -158,8 +161,8 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         targets=input_ids.flatten()[positions + 1].to(device),
         row_indices=row_indices.to(device),
         behavior_logprobs=_of_sampled(rows, "logprobs", np.float32, device),
-        advantages=advantages[row_indices].to(device),
-        weights=weights[row_indices].to(device),
+        advantages=(weights * torch.from_numpy(_joined(advantages, np.float32))).float().to(device),
+        weights=weights.float().to(device),
         versions=_of_sampled(rows, "versions", np.int64, device),
         ref_logprobs=_unless_lacking(rows, "ref_logprobs", np.float32, device),
         old_logprobs=_unless_lacking(rows, "old_logprobs", np.float32, device),
@@ -170,7 +173,11 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
 def _of_sampled(rows: Sequence[Row], name: str, dtype: type[np.generic], device: torch.device) -> Tensor:
     """(N,) ``dtype``: what a trajectory's field ``name``, one value per response token, has for sampled tokens."""
     chosen = [np.asarray(getattr(row.trajectory, name))[row.trajectory.loss_mask] for row in rows]
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *chosen])).to(device)
+    return torch.from_numpy(_joined(chosen, dtype)).to(device)
+
+
+def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *columns])
 
 
 def _unless_lacking(rows: Sequence[Row], name: str, dtype: type[np.generic], device: torch.device) -> Tensor | None:

@@ -232,10 +232,9 @@ def token_covariances(groups: Sequence[Group]) -> Tensor:
     """(N,) float64, covariances of the sampled tokens of all rows, in order; empty without sampled tokens."""
     logprobs, advantages = [torch.empty(0, dtype=torch.float64)], [torch.empty(0, dtype=torch.float64)]
     for group in groups:
-        for row, advantage in zip(group.trajectories, group.advantages, strict=True):
-            of_row = torch.tensor(row.logprobs[row.loss_mask], dtype=torch.float64)
-            logprobs.append(of_row)
-            advantages.append(torch.full_like(of_row, advantage))
+        for row, of_row in zip(group.trajectories, group.advantages, strict=True):
+            logprobs.append(torch.tensor(row.logprobs[row.loss_mask], dtype=torch.float64))
+            advantages.append(torch.tensor(of_row[row.loss_mask], dtype=torch.float64))
     of_policy, of_reward = torch.cat(logprobs), torch.cat(advantages)
     return (of_policy - of_policy.mean()) * (of_reward - of_reward.mean())
 

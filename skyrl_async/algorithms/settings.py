@@ -45,6 +45,22 @@ class LossConstants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageConstants:
+    """The constants of advantage estimators. Each estimator reads its own."""
+
+    turn_discount: float = 1.0
+    """In [0, 1]: what a reward counts for the turn before it, of turn_rloo and gigpo."""
+    step_advantage_w: float = 1.0
+    """>= 0: weight of gigpo's comparison of turns that saw the same."""
+    norm_by_std: bool = True
+    """Whether grpo and gigpo divide by standard deviations."""
+    credit_decay: float = 0.9
+    """In [0, 1]: share of turn_credit's credit that the turn before gets."""
+    credit_weight: float = 1.0
+    """>= 0: how much turn_credit moves between turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
     """Which off-policy corrections a run makes; None leaves one out. ``corrections`` has the formulas. Bounds are on ``pi / mu``."""
 

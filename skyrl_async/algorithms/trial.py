@@ -3,20 +3,20 @@
 It raises ``ConfigError`` within a second for a mistake that would otherwise end a run after its first mini-batch, or train it wrongly.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards
+from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupCredit
+from skyrl_async.algorithms.credit import GroupRewards, SampleCredit
 from skyrl_async.algorithms.losses import LossTokens, PolicyLossFn, TokenLoss
 from skyrl_async.algorithms.reward_shaping import RewardShape, shaped_rewards
 from skyrl_async.columns import VersionSpans, fields_of
-from skyrl_async.errors import ConfigError, GenerationError
-from skyrl_async.registries import LossEntry
+from skyrl_async.errors import ConfigError, GenerationError, TrainingError
+from skyrl_async.registries import LossEntry, Unit
 from skyrl_async.samples import Sample
 from skyrl_async.types import Trajectory
 
@@ -33,7 +33,7 @@ _HOW_TO_ASK = {
 
 
 def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
-    """Raise ``ConfigError`` unless each sample gets one finite advantage, also if rewards do not differ.
+    """Raise ``ConfigError`` unless each sample, turn or token gets one finite advantage, also if rewards do not differ.
 
     Args:
         name: its name in the configuration.
@@ -41,22 +41,38 @@ def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples:
         has_lone_samples: a group may be left with one sample.
     """
     tried = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
-    groups = [GroupRewards(rewards=rewards, num_tokens=(2,) * len(rewards)) for rewards in tried]
+    groups = [_seen(estimator, rewards) for rewards in tried]
     for batch in [groups, groups[2:3]] if estimator.needs_mini_batch else [[group] for group in groups]:
         _try_on(name, estimator, batch)
 
 
-def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupRewards]) -> None:
-    all_rewards = [group.rewards for group in groups]
+def _seen(estimator: AdvantageEstimator, rewards: Sequence[float]) -> GroupCredit:
+    """A group of these rewards; its samples have one turn, two turns, three turns, and two tokens per turn."""
+    if estimator.unit is Unit.SAMPLE:
+        return GroupRewards(rewards=tuple(rewards), num_tokens=(2,) * len(rewards))
+    return tuple(
+        SampleCredit(
+            rewards=(0.0,) * index + (reward,),
+            num_tokens=(2,) * (index + 1),
+            observations=tuple(b"seen %d" % turn for turn in range(index + 1)),
+            logprobs=np.full(2 * (index + 1), -1.0, np.float32),
+        )
+        for index, reward in enumerate(rewards)
+    )
+
+
+def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupCredit]) -> None:
     try:
         found = [list(of_group) for of_group in estimator(groups)]
-        is_fine = all(map(math.isfinite, chain(*found)))
+        for seen, of_group in zip(groups, found, strict=True):
+            estimator.check(seen, of_group)
+    except TrainingError as error:
+        raise ConfigError(f"{_ESTIMATOR}={name} {str(error).removeprefix(f'{_ESTIMATOR} ')}") from error
     except Exception as error:  # it is the user's
-        raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {all_rewards}") from error
-    if not is_fine or [len(of_group) for of_group in found] != [len(rewards) for rewards in all_rewards]:
-        raise ConfigError(
-            f"{_ESTIMATOR}={name} must return one finite advantage per reward of {all_rewards}, got {found}"
-        )
+        rewards = [
+            seen.rewards if isinstance(seen, GroupRewards) else tuple(one.rewards for one in seen) for seen in groups
+        ]
+        raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards}") from error
 
 
 def try_shape(name: str, shape: RewardShape) -> None:

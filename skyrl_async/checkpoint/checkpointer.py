@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 5
+FORMAT = 6
 LATEST = "latest_ckpt_global_step.txt"
 _COLUMNS = "columns.arrow"
 """What has one value per token in ``groups.json`` and ``running_groups.json``."""

@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from skyrl_async.algorithms.advantages import ComputeAdvantages, StepAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages, make_advantage_estimator
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.policy_losses import Mark
 from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
-from skyrl_async.algorithms.settings import Bounds, CorrectionSettings, LossConstants
+from skyrl_async.algorithms.settings import AdvantageConstants, Bounds, CorrectionSettings, LossConstants
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
@@ -28,7 +28,7 @@ from skyrl_async.registries import POLICY_LOSSES, import_function
 class Advantages:
     """Where advantages are computed."""
 
-    of_stage: ComputeAdvantages | None
+    of_stage: AdvantageEstimator | None
     """Computes them in the reward stage, as soon as a group is finished; None: not there."""
     of_step: StepAdvantages
     """Computes them when a group is trained."""
@@ -41,23 +41,32 @@ def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = Fals
         algorithm: names both.
         has_lone_samples: the estimator may get groups of one sample.
     """
-    name = algorithm.advantage_estimator
-    estimator = make_advantage_estimator(name, grpo_norm_by_std=algorithm.grpo_norm_by_std)
-    try_estimator(name, estimator, has_lone_samples=has_lone_samples)
+    try_estimator(algorithm.advantage_estimator, _estimator(algorithm), has_lone_samples=has_lone_samples)
     name = algorithm.policy_loss_type
     try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)), POLICY_LOSSES.entry(name))
 
 
 def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
-    estimator = make_advantage_estimator(algorithm.advantage_estimator, grpo_norm_by_std=algorithm.grpo_norm_by_std)
+    estimator = _estimator(algorithm)
     mark = _mark(algorithm)
     is_of_stage = not estimator.needs_mini_batch and not algorithm.use_kl_in_reward
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
     return Advantages(
-        of_stage=estimator.compute if is_of_stage else None,
+        of_stage=estimator if is_of_stage else None,
         of_step=StepAdvantages(None if is_of_stage else estimator, penalty, mark),
     )
+
+
+def _estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
+    constants = from_section(
+        AdvantageConstants,
+        *(algorithm, algorithm.gigpo),
+        norm_by_std=algorithm.grpo_norm_by_std,
+        credit_decay=algorithm.turn_credit.decay,
+        credit_weight=algorithm.turn_credit.weight,
+    )
+    return make_advantage_estimator(algorithm.advantage_estimator, constants)
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:

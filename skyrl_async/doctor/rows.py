@@ -13,7 +13,7 @@ from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import ConfigError
 from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY, read_samples
-from skyrl_async.record.table import TOKEN_COLUMNS
+from skyrl_async.record.table import ROW_COLUMNS
 from skyrl_async.types import ENVIRONMENT_VERSION, Trajectory
 
 UNKNOWN_ENGINE = "several engines, or unknown ones"
@@ -36,7 +36,7 @@ class Row:
     @classmethod
     def of(cls, engine: str, trajectory: Trajectory) -> "Row":
         """The row with the first ``MAX_TOKENS_PER_ROW`` response tokens of a trajectory."""
-        end, columns = MAX_TOKENS_PER_ROW, TOKEN_COLUMNS.keys() - {"prompt_token_ids"}
+        end, columns = MAX_TOKENS_PER_ROW, ROW_COLUMNS.keys() - {"prompt_token_ids"}
         kept = {name: values[:end] for name in columns if (values := getattr(trajectory, name)) is not None}
         first = replace(trajectory, versions=trajectory.versions[:end], **kept)
         ids = np.concatenate([first.prompt_token_ids, first.response_token_ids])
@@ -130,12 +130,12 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
     return rows
 
 
-_WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *TOKEN_COLUMNS)
+_WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *ROW_COLUMNS)
 
 
 def _row(found: Mapping[str, Any]) -> Row:
     columns = {
-        name: None if found[name] is None else np.array(found[name], dtype) for name, dtype in TOKEN_COLUMNS.items()
+        name: None if found[name] is None else np.array(found[name], dtype) for name, dtype in ROW_COLUMNS.items()
     }
     trajectory = Trajectory(
         **columns,  # type: ignore[arg-type]

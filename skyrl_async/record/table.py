@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyrl_async.chat.turns import RowTurn
-from skyrl_async.columns import fields_of
+from skyrl_async.columns import Advantages, fields_of, is_repeated
 from skyrl_async.record.ended import EndedGroup, Outcome
 from skyrl_async.types import Group, Trajectory
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TurnsOf = Callable[[Trajectory], Sequence[RowTurn]]
 
-TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
+ROW_COLUMNS: dict[str, np.dtype[Any]] = {
     "prompt_token_ids": np.dtype(np.int32),
     "response_token_ids": np.dtype(np.int32),
     "loss_mask": np.dtype(np.bool_),
@@ -33,6 +33,8 @@ TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
     "ref_logprobs": np.dtype(np.float32),
 }
 """Columns with one value per token, null where they are not kept: name -> dtype. Names and meanings are those of ``Trajectory``."""
+TOKEN_COLUMNS = ROW_COLUMNS | {"advantages": np.dtype(np.float32)}
+"""The same with the advantages of tokens, null where all that are trained have the one in ``advantage``."""
 LONG_COLUMNS = ("turns", *TOKEN_COLUMNS)
 """What grows with the length of a sample, and is null in a row of figures alone."""
 _FIELDS = {"reward": "float64", "shaped_reward": "float64", "weight": "float64", "old_version": "int32"} | {
@@ -54,6 +56,7 @@ def schema() -> "pa.Schema":
         {
             "role": pa.string(),
             "text": pa.string(),
+            "reward": pa.float64(),
             "start": pa.int32(),
             "end": pa.int32(),
             "tool_calls": pa.list_(call),
@@ -104,10 +107,15 @@ def table_of(groups: Sequence[tuple[int, EndedGroup, bool]], turns_of: TurnsOf |
 
     rows: list[Any] = []
     kept: list[Trajectory | None] = []
+    advantages: list[Advantages | None] = []
     for _, ended, keeps_tokens in groups:
         trajectories, num_failed = ended.group.trajectories, len(ended.failed)
         rows += [*trajectories, *(_FAILED,) * num_failed]
         kept += [*(trajectories if keeps_tokens else (None,) * len(trajectories)), *(None,) * num_failed]
+        advantages += [
+            *(_by_token(ended.group) if keeps_tokens else (None,) * len(trajectories)),
+            *(None,) * num_failed,
+        ]
     found = [
         *zip(_COPIED, zip(*map(attrgetter(*_COPIED), rows), strict=True), strict=False),
         *zip(
@@ -118,10 +126,11 @@ def table_of(groups: Sequence[tuple[int, EndedGroup, bool]], turns_of: TurnsOf |
     ]
     columns = {name: pa.array(values, schema().field(name).type) for name, values in found}
     columns["policy_versions"] = _version_spans(rows)
-    turns = [None if row is None or turns_of is None else _turns(turns_of(row)) for row in kept]
+    turns = [None if row is None or turns_of is None else _turns(row, turns_of(row)) for row in kept]
     columns["turns"] = pa.array(turns, schema().field("turns").type)
     for name, dtype in TOKEN_COLUMNS.items():
-        columns[name] = _token_lists([None if row is None else getattr(row, name) for row in kept], dtype)
+        of_rows = advantages if name == "advantages" else [None if row is None else getattr(row, name) for row in kept]
+        columns[name] = _token_lists(of_rows, dtype)
     return pa.table([columns[name] for name in schema().names], schema=schema())
 
 
@@ -153,7 +162,7 @@ def _found(first: int, ended: EndedGroup) -> Iterator[tuple[Any, ...]]:
         sample = position if row.sample_index is None else row.sample_index
         branch = num_branches[sample] = num_branches.get(sample, -1) + 1
         lengths = len(row.prompt_token_ids), len(row.response_token_ids)
-        advantage = group.advantages[position] if group.advantages else None
+        advantage = _mean(group.advantages[position], row) if group.advantages else None
         metrics = json.dumps(row.metrics, default=str) if row.metrics else None
         logs = json.dumps(row.logs) if row.logs else None
         known = (*_outcome(ended, row), *_work_of(group, sample), advantage, *lengths, metrics, logs)
@@ -181,10 +190,26 @@ def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
     return Outcome.TRAINED, None
 
 
-def _turns(turns: Sequence[RowTurn]) -> list[dict[str, Any]]:
+def _mean(advantages: Advantages, row: Trajectory) -> float | None:
+    """Mean over the trained tokens; None without any."""
+    if not row.num_sampled_tokens:
+        return None
+    return float(advantages[0] if is_repeated(advantages) else advantages[row.loss_mask].mean(dtype=np.float64))
+
+
+def _by_token(group: Group) -> list[Advantages | None]:
+    """Columns of a group's rows; None where a row's tokens have one advantage."""
+    rows = group.advantages or (None,) * len(group.trajectories)
+    return [None if of_row is None or is_repeated(of_row) else of_row for of_row in rows]
+
+
+def _turns(row: Trajectory, turns: Sequence[RowTurn]) -> list[dict[str, Any]]:
+    num_prompt, rewards = len(row.prompt_token_ids), row.turn_rewards
+    earned = {num_prompt + span.start: rewards[span.index] for span in row.turn_spans} if rewards else {}
     return [
         fields_of(turn)
         | {
+            "reward": next((value for start, value in earned.items() if turn.start <= start < turn.end), None),
             "tool_calls": [{name: _utf8(text) for name, text in fields_of(call).items()} for call in turn.tool_calls],
             "tool_call_id": _utf8(turn.tool_call_id),
             "name": _utf8(turn.name),

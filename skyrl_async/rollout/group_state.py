@@ -199,7 +199,12 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 def row_to_json(row: Trajectory) -> dict[str, Any]:
     """A row's fields; columns stay columns."""
-    return {**fields_of(row), "versions": fields_of(row.versions), "messages": list(map(asdict, row.messages))}
+    return {
+        **fields_of(row),
+        "versions": fields_of(row.versions),
+        "turn_spans": list(map(fields_of, row.turn_spans)),
+        "messages": list(map(asdict, row.messages)),
+    }
 
 
 def running_to_json(group: RunningGroup) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from skyrl_async.algorithms.advantages import ComputeAdvantages, with_advantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, with_advantages
 from skyrl_async.algorithms.reward_shaping import RewardShape, shape_rewards
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.runtime.device_leases import LeaseDevices
@@ -33,15 +33,15 @@ class OnSharedDevices:
         return await self.work(group)
 
 
-def reward_with(advantages: ComputeAdvantages | None, reward_shapes: Sequence[RewardShape] = ()) -> Prepare:
-    """Return the reward stage's work: shape a group's rewards and compute one advantage per trajectory.
+def reward_with(estimator: AdvantageEstimator | None, reward_shapes: Sequence[RewardShape] = ()) -> Prepare:
+    """Return the reward stage's work: shape a group's rewards and compute its advantages.
 
-    With ``advantages=None`` the optimizer step computes them.
+    With ``estimator=None`` the optimizer step computes them.
     """
 
     async def reward(group: Group) -> Group:
         group = shape_rewards(group, reward_shapes)
-        return group if advantages is None else with_advantages(group, advantages)
+        return group if estimator is None else with_advantages([group], estimator)[0]
 
     return reward
 

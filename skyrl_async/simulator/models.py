@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import TokenIds, token_ids
+from skyrl_async.columns import Advantages, TokenIds, token_ids
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
@@ -39,7 +39,7 @@ class ModelledPolicy:
     num_restarts: int = field(default=0, init=False)
 
     async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, float]:
         """Take time in proportion to the responses' tokens, also where they are masked: what follows them needs them."""
         num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)

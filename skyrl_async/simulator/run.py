@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.algorithms.advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement
@@ -218,7 +218,9 @@ class Simulation:
             trace=self._trace,
             shutdown=shutdown,
             advantages=advantages
-            or Advantages(of_stage=lambda rewards: [0.0] * len(rewards), of_step=StepAdvantages()),
+            or Advantages(
+                of_stage=AdvantageEstimator(compute=lambda rewards: [0.0] * len(rewards)), of_step=StepAdvantages()
+            ),
             # A stage leases devices as separate workers of its own would.
             works={
                 name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), self.device_groups)

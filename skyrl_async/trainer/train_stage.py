@@ -53,7 +53,9 @@ class TrainStage:
         is_whole = config.stream_mini_batch is False or step_advantages.need_mini_batch
         self._streams = config.schedule is Schedule.fully_async and not is_whole
         self._aggregation = Aggregation(
-            name=config.algorithm.loss_reduction.name, max_seq_len=config.algorithm.max_seq_len
+            name=config.algorithm.loss_reduction.name,
+            max_seq_len=config.algorithm.max_seq_len,
+            splits_samples=config.algorithm.split_sample_weight,
         )
         self._policy = policy
         self._weight_update = weight_update

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_async.columns import TokenIds
+from skyrl_async.columns import Advantages, TokenIds
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ class Policy(Protocol):
     """The policy being trained, over all its workers. Calls run one at a time, except ``send_weights``."""
 
     async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, Any]:
         """Accumulate the gradient of the *sum* of the policy loss over sampled tokens, each weighted by its row's weight.
 
         Args:
             trajectories: rows to train on.
-            advantages: one per trajectory.
+            advantages: for each trajectory a column, (T,) float32 with one advantage per response token, or one number for all of them.
             version: the version being trained, for the figures per token lag.
 
         Returns:

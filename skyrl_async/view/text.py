@@ -47,7 +47,8 @@ def _lines(uid: str, rows: list[dict[str, Any]]) -> Iterator[str]:
                 yield "(text not kept)\n" if row["num_sampled_tokens"] is not None else ""
             for turn in row["turns"] or ():
                 answered = [turn[name] for name in ("name", "tool_call_id") if turn[name]]
-                yield f"[{_shown(' '.join([turn['role'], *answered]))}] {_shown(turn['text']).rstrip()}\n"
+                earned = "" if turn["reward"] is None else f", reward {turn['reward']:.4g}"
+                yield f"[{_shown(' '.join([turn['role'], *answered]))}{earned}] {_shown(turn['text']).rstrip()}\n"
                 for call in turn["tool_calls"]:
                     yield f"  -> {_shown(call['name'])}({_shown(call['arguments'] or '')}){_shown(' ' + (call['id'] or '')).rstrip()}\n"
         yield "\n"

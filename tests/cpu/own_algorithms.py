@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_async.algorithms.advantages import GroupRewards, register_advantage_estimator
+from skyrl_async.algorithms.advantages import register_advantage_estimator
+from skyrl_async.algorithms.credit import GroupRewards
 from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_ratio, register_policy_loss
 from skyrl_async.algorithms.settings import LossConstants
 

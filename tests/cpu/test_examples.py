@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.own_algorithm.rare_tokens import rare_tokens
 from examples.own_dataset.environment import ReverseWordEnv
 from examples.own_generator.scored import COST_PER_TOKEN, score
+from skyrl_async.algorithms.credit import SampleCredit
+from skyrl_async.algorithms.settings import AdvantageConstants
+from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.parts import make_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataset import load_sources
@@ -51,6 +55,18 @@ async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampl
     assert len(rows) == 3 and len({tuple(row.response_token_ids) for row in rows}) > 1
     assert all(np.array_equal(row.prompt_token_ids, renderer.render(prompt.messages)) for row in rows)
     assert all(set(row.versions) == {0} and sum(row.loss_mask) == len(row.logprobs) > 0 for row in rows)
+
+
+def test_the_own_estimator_gives_the_advantage_of_a_sample_to_tokens_that_were_hard_to_foresee() -> None:
+    config = from_overrides("trainer.algorithm.advantage_estimator=examples.own_algorithm.rare_tokens:rare_tokens")
+    check_algorithm(config.trainer.algorithm)
+    logprobs = [np.log([0.5, 0.99]), np.log([0.9, 0.1])]
+    samples = [
+        SampleCredit(rewards=(reward,), num_tokens=(2,), logprobs=of_one.astype(np.float32))
+        for reward, of_one in zip((1.0, 0.0), logprobs, strict=True)
+    ]
+    found = rare_tokens(samples, AdvantageConstants())
+    assert [advantages.tolist() for advantages in found] == [[1.0, 0.0], [0.0, -1.0]]
 
 
 def test_the_own_score_pays_for_the_right_digit_and_charges_for_length() -> None:

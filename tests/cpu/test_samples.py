@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.batching import Row, collate
+from skyrl_async.columns import repeated
 from skyrl_async.config.schema.generator import GeneratorConfig
 from skyrl_async.errors import GenerationError
 from skyrl_async.metrics.step import StepFigures
@@ -14,6 +14,7 @@ from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.samples import live_samples_of, samples_of
 from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
+from tests.cpu.advantage_columns import row_advantages
 
 
 def row(
@@ -64,7 +65,9 @@ def test_an_abandoned_sample_is_no_part_of_the_baseline_and_has_no_advantage() -
 
 
 def test_the_weight_of_a_row_scales_its_advantage_in_the_batch() -> None:
-    batch = collate([Row(trajectory=row(1, weight=0.25), advantage=2.0)], torch.device("cpu"), is_packed=True)
+    batch = collate(
+        [Row(trajectory=row(1, weight=0.25), advantages=repeated(2.0, 2))], torch.device("cpu"), is_packed=True
+    )
     assert batch.advantages.tolist() == [0.5, 0.5]
 
 

@@ -3,7 +3,7 @@
 They would show nowhere else. Settings that contradict each other are refused by the rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from skyrl_async.config.rules.algorithm import sequence_settings
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import (
+    ESTIMATORS_THAT_READ,
     LOSSES_THAT_READ,
     AlgorithmConfig,
     KlControl,
@@ -30,6 +31,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.config.schema.training import LrSchedule
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS
 
 _ALGORITHM = "trainer.algorithm"
 _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
@@ -48,7 +50,8 @@ _IN_THE_REWARD = {
 def idle_settings(config: Config) -> list[str]:
     """A sentence for each setting that nothing reads; those at their default, or at what a group sets, are left out."""
     algorithm = config.trainer.algorithm
-    of_algorithm = (*_of_algorithm(config), *_of_losses(algorithm), *_of_corrections(algorithm))
+    of_names = (*_of_estimators(algorithm), *_of_losses(algorithm))
+    of_algorithm = (*_of_algorithm(config), *of_names, *_of_corrections(algorithm))
     needs = (*of_algorithm, *_of_policy(config), *_of_processes(config))
     idle = [sentence for each in needs for sentence in _unread(config, *each)]
     if algorithm.policy_loss_type == "decoupled_ppo" and config.trainer.staleness_bound == 0:
@@ -65,7 +68,6 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     is_adaptive = algorithm.kl_ctrl.type is KlControl.adaptive
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
-        (_ALGORITHM, ("grpo_norm_by_std",), algorithm.advantage_estimator == "grpo", "advantage_estimator=grpo"),
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
         (_ALGORITHM, of_kl, algorithm.uses_reference, _REFERENCE),
         ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
@@ -79,11 +81,20 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
 
 def _of_losses(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
     """Constants of another loss; a user's own may read any."""
-    loss = algorithm.policy_loss_type
-    if any(loss in losses for losses in LOSSES_THAT_READ.values()):
-        for key, losses in LOSSES_THAT_READ.items():
-            section, _, name = f"{_ALGORITHM}.{key}".rpartition(".")
-            yield section, (name,), loss in losses, f"policy_loss_type={' or '.join(losses)}"
+    if any(algorithm.policy_loss_type in losses for losses in LOSSES_THAT_READ.values()):
+        yield from _of_readers(LOSSES_THAT_READ, "policy_loss_type", algorithm.policy_loss_type)
+
+
+def _of_estimators(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
+    """Constants of another estimator; a user's own may read any."""
+    if ADVANTAGE_ESTIMATORS.is_builtin(algorithm.advantage_estimator):
+        yield from _of_readers(ESTIMATORS_THAT_READ, "advantage_estimator", algorithm.advantage_estimator)
+
+
+def _of_readers(readers: Mapping[str, tuple[str, ...]], setting: str, name: str) -> Iterator[_Needs]:
+    for path, names in readers.items():
+        section, _, key = f"{_ALGORITHM}.{path}".rpartition(".")
+        yield section, (key,), name in names, f"{setting}={' or '.join(names)}"
 
 
 def _of_corrections(algorithm: AlgorithmConfig) -> tuple[_Needs, ...]:

@@ -146,13 +146,36 @@ class KlCovConfig:
 
 
 @dataclass
+class GigpoConfig:
+    step_advantage_w: float = bounded(1.0, ge=0)
+    """Weight of the comparison of turns that were shown the same, beside that of whole samples."""
+
+
+@dataclass
+class TurnCreditConfig:
+    decay: float = bounded(0.9, ge=0, le=1)
+    """Share of a turn's credit for a later reward that the turn before it gets."""
+    weight: float = bounded(1.0, ge=0)
+    """How much credit moves between the turns of a sample; 0: none, as rloo."""
+
+
+@dataclass
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
     """Rewards to advantages. Within the group: grpo (centred, see grpo_norm_by_std), dr_grpo (centred), rloo (less the mean of the others:
     exact for groups of any size), maxrl (centred, over the mean; rewards of 0 and 1). Over the mini-batch: reinforce++ (normalised),
-    reinforce++_baseline (centred within the group, then normalised). Or package.module:function, of the rewards of a group, in place of a
-    name.
+    reinforce++_baseline (centred within the group, then normalised). By turn, from what the environment gives for each: turn_rloo (what
+    follows a turn, less the mean of the others: exact, however many turns each took), gigpo (turns shown the same are compared too),
+    turn_credit (rloo, moved towards the turns before a reward). Or package.module:function in place of a name, of the rewards of a group.
     """
+    turn_discount: float = bounded(1.0, ge=0, le=1)
+    """What a reward counts for the turn before its own, of turn_rloo and gigpo. Below 1 their advantages follow another gradient than the
+    reward's.
+    """
+    gigpo: GigpoConfig = field(default_factory=GigpoConfig)
+    """Settings of advantage_estimator=gigpo."""
+    turn_credit: TurnCreditConfig = field(default_factory=TurnCreditConfig)
+    """Settings of advantage_estimator=turn_credit."""
     reward_shaping: str | None = None
     """module:function that shapes rewards before advantages are computed: called with the samples of a group (skyrl_async.samples), it
     returns one number each. Metrics report the environment's reward.
@@ -167,7 +190,7 @@ class AlgorithmConfig:
     zero_variance_filter_tol: float = bounded(1e-6, ge=0)
     """Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."""
     grpo_norm_by_std: bool = True
-    """Divide the centred rewards of grpo by the group's standard deviation."""
+    """Divide what grpo and gigpo have centred by its standard deviation."""
     policy_loss_type: str = "ppo_clip"
     """Anchored on the engine's log-probs: ppo_clip (also regular; clip_higher where the upper bound is to be the larger), dual_clip, gspo
     (one ratio per answer; goes with loss_reduction=sequence_mean and bounds of some 1e-4), dppo (bounds the change of probability, not its
@@ -203,6 +226,11 @@ class AlgorithmConfig:
     """
     max_seq_len: int | None = bounded(None, ge=1)
     """Constant that seq_mean_token_sum_norm divides by, such as generator.sampling.max_tokens."""
+    split_sample_weight: bool = False
+    """Have the rows of a sample share the weight of one. A session whose history was rewritten has a row per branch: false counts each as a
+    sequence, and with token_mean each token alike; true counts the session as one, so that each of its tokens weighs less the more
+    branches it has.
+    """
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
     """Corrections of the policy loss for tokens that an older policy sampled."""
     use_kl_loss: bool = False
@@ -271,3 +299,11 @@ _READ_BY: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 LOSSES_THAT_READ = {key: losses for losses, keys in _READ_BY.items() for key in keys}
 """Key under ``trainer.algorithm`` -> the policy losses that read it."""
+ESTIMATORS_THAT_READ = {
+    "grpo_norm_by_std": ("grpo", "gigpo"),
+    "turn_discount": ("turn_rloo", "gigpo"),
+    "gigpo.step_advantage_w": ("gigpo",),
+    "turn_credit.decay": ("turn_credit",),
+    "turn_credit.weight": ("turn_credit",),
+}
+"""Key under ``trainer.algorithm`` -> the built-in advantage estimators that read it."""

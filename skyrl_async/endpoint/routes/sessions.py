@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
 from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
@@ -47,7 +48,7 @@ _SHOWN = (
 )
 _ROW = (
     *("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs", "reward", "weight", "num_turns", "num_aborts"),
-    *("is_truncated", "is_abandoned", "metrics"),
+    *("is_truncated", "is_abandoned", "metrics", "turn_rewards"),
 )
 
 
@@ -81,6 +82,10 @@ def routes(serving: Serving) -> list[Route]:
     async def finish_session(request: Request) -> Response:
         outcome = checked_body(request, SessionOutcome)
         session = store.get(request.path_params["id"])
+        try:
+            outcome.turn_rewards(session.num_turns)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="rewards", code="invalid_value") from None
         serving.end_session(session)
         store.finish(session.id, outcome)
 
@@ -120,4 +125,5 @@ def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
 
 def _row(row: Trajectory) -> dict[str, Any]:
     columns = {"loss_mask": row.loss_mask.view(np.int8), "policy_versions": row.versions.to_json()}
-    return {name: getattr(row, name) for name in _ROW} | columns | {"messages": list(map(asdict, row.messages))}
+    parts = {"turn_spans": list(map(asdict, row.turn_spans)), "messages": list(map(asdict, row.messages))}
+    return {name: getattr(row, name) for name in _ROW} | columns | parts

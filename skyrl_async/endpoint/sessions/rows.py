@@ -19,7 +19,7 @@ from skyrl_async.columns import Logprobs, Mask, TokenIds, VersionSpans
 from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
-from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, RowMessage, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, RowMessage, Trajectory, TurnSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> 
         branches.append(_Branch(path=path, masks=masks, own=tuple(turn for turn in path if turn not in seen)))
         seen.update(path)
     kept = [branch for branch in branches if outcome.is_abandoned or branch.is_trained] or branches[:1]
-    return tuple(_row(branch, outcome, weight=1 / len(kept)) for branch in kept)
+    turn_rewards = outcome.turn_rewards(tree.num_turns)
+    return tuple(_row(branch, outcome, turn_rewards, weight=1 / len(kept)) for branch in kept)
 
 
 def _paths(turns: Sequence[Turn], policy: BranchPolicyName) -> list[tuple[Turn, ...]]:
@@ -80,7 +81,9 @@ def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> Mask:
     return np.ones(len(turn.addition.token_ids), np.bool_)
 
 
-def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajectory:
+def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ...], *, weight: float) -> Trajectory:
+    spans: list[TurnSpan] = []
+    num_before, own = 0, set(branch.own)
     token_ids: list[TokenIds] = []
     loss_mask: list[Mask] = []
     logprobs: list[Logprobs] = []
@@ -94,6 +97,10 @@ def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajecto
             loss_mask.append(np.zeros(len(between), np.bool_))
             logprobs.append(np.zeros(len(between), np.float32))
             versions.append(VersionSpans.constant(ENVIRONMENT_VERSION, len(between)))
+            num_before += len(between)
+        if turn in own:
+            spans.append(TurnSpan(index=turn.index, start=num_before, end=num_before + len(added.token_ids)))
+        num_before += len(added.token_ids)
         token_ids.append(added.token_ids)
         loss_mask.append(mask)
         logprobs.append(np.where(mask, added.logprobs, np.float32(0.0)))
@@ -105,6 +112,8 @@ def _row(branch: _Branch, outcome: SessionOutcome, *, weight: float) -> Trajecto
         logprobs=np.concatenate(logprobs),
         versions=VersionSpans.joined(versions),
         reward=outcome.reward,
+        turn_rewards=turn_rewards,
+        turn_spans=tuple(spans),
         num_turns=len(branch.own),
         is_truncated=outcome.is_truncated or last.finish_reason is FinishReason.LENGTH,
         num_aborts=sum(turn.addition.num_aborts for turn in branch.own),

@@ -3,9 +3,11 @@
 ``SessionSampling`` and ``SessionOutcome`` are also parts of the bodies that a controller sends.
 """
 
+import math
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
 from skyrl_async.types import SamplingParams
@@ -59,16 +61,56 @@ class SessionSampling(BaseModel):
         )
 
 
+class TurnReward(BaseModel):
+    """What one turn of a session earned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    turn: int = Field(ge=0)
+    """Which of the session's replies, in the order in which they were finished, from 0. Side requests count."""
+    value: FiniteFloat
+
+
 class SessionOutcome(BaseModel):
-    """How a session ended. ``ValueError`` for a reward or a figure that is no finite number."""
+    """How a session ended. ``ValueError`` for a reward or a figure that is no finite number, or rewards that are not ``reward``."""
 
     model_config = ConfigDict(frozen=True)
 
-    reward: FiniteFloat
+    reward: FiniteFloat = 0.0
+    """Of the whole session; left out where ``rewards`` are given, it is their sum."""
+    rewards: tuple[TurnReward, ...] = ()
+    """What single turns earned; a turn that is not named earned nothing, one that is named twice both."""
     metrics: dict[str, FiniteFloat] | None = None
     is_truncated: bool = False
     is_abandoned: bool = False
     """Its rows are kept and train nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum_up(cls, given: Any) -> Any:
+        """The reward that is left out."""
+        if isinstance(given, dict) and "reward" not in given:
+            try:
+                return given | {"reward": math.fsum(one["value"] for one in given["rewards"])}
+            except (KeyError, TypeError, ValueError):  # the fields' own checks name what is wrong
+                return given
+        return given
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> Self:
+        total = math.fsum(one.value for one in self.rewards)
+        if self.rewards and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise ValueError(f"reward must be the sum of rewards ({total:g}), or be left out, got {self.reward:g}")
+        return self
+
+    def turn_rewards(self, num_turns: int) -> tuple[float, ...]:
+        """(num_turns,) what each turn earned; empty without ``rewards``. Raises ``ValueError`` for a turn that does not exist."""
+        found = [0.0] * num_turns
+        for one in self.rewards:
+            if one.turn >= num_turns:
+                raise ValueError(f"rewards name turn {one.turn}, but the session has {num_turns} turns, counted from 0")
+            found[one.turn] += one.value
+        return tuple(found) if self.rewards else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,8 @@ from skyrl_async.errors import (
 from skyrl_async.generators.agent.failures import Failure, FirstSamples, Reasons, final_failure, is_power_of_ten
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
 from skyrl_async.generators.agent.processes import end_guard, start_guard
-from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource
+from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward, RewardSource, earned
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
-from skyrl_async.generators.gym.environment import finite_reward
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.progress import OnCall, report, report_engine
@@ -222,10 +221,10 @@ class AgentGenerator:
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
-        earned = EpisodeReward(reward=0.0)
+        reward = EpisodeReward(reward=0.0)
         if not failure:
             try:
-                earned = await self._reward_of(request.prompt, episode, result)
+                reward = await self._reward_of(request.prompt, episode, result)
             except Exception as error:  # not the agent's fault, nor the policy's
                 self._first_samples.count(f"{task.uid}-{index}", in_one_line(error))
                 raise
@@ -233,7 +232,10 @@ class AgentGenerator:
             rows = await session.abandon(metrics=metrics)
         else:
             rows = await session.finish(
-                earned.reward, metrics=earned.metrics | metrics, is_truncated=episode.is_truncated
+                reward.reward,
+                turn_rewards=reward.turn_rewards,
+                metrics=reward.metrics | metrics,
+                is_truncated=episode.is_truncated,
             )
         for engines, num_tokens, seconds in _engine_calls(rows):
             for engine in engines:
@@ -263,7 +265,7 @@ class AgentGenerator:
         """The harness's own reward if it returned one, else the reward source's."""
         if result.reward is None:
             return await self.reward_source.reward_of(prompt, episode)
-        return EpisodeReward(reward=finite_reward(result.reward, "generator.entrypoint"))
+        return earned(result.reward, "generator.entrypoint", episode.num_turns)
 
     @functools.cached_property
     def _temporary(self) -> str:

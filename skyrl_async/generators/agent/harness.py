@@ -8,7 +8,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,8 +55,9 @@ class AgentResult:
 
     output: str | None = None
     """The answer to be rewarded; None: the text of the last turn."""
-    reward: float | None = None
-    """Reward, only from functions, which run in the trainer and are trusted; None: the reward source decides."""
+    reward: float | Sequence[float] | None = None
+    """Reward, or one for each of the first turns. Only from functions, which run in the trainer and are trusted; None: the reward source
+    decides."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures of the episode."""
     logs: Mapping[str, str] = field(default_factory=dict)

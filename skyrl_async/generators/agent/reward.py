@@ -5,8 +5,9 @@ Does not know harnesses, sessions or tokens.
 
 import asyncio
 import inspect
+import math
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ class EpisodeReward:
     """The reward of an episode, with figures."""
 
     reward: float
+    turn_rewards: tuple[float, ...] = ()
+    """What the first turns of the session earned, in the order of its replies; empty if only the whole reward is known."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -63,8 +66,22 @@ class RewardSource(Protocol):
         """Called before the session is finished."""
 
 
-RewardFunction = Callable[[Prompt, AgentEpisode], float | Awaitable[float]]
+Reward = float | Sequence[float]
+"""Of an episode, or of each of its turns, in the order of replies; later turns earn nothing."""
+RewardFunction = Callable[[Prompt, AgentEpisode], Reward | Awaitable[Reward]]
 """A user's reward: async, or a plain function that is called in a thread and may block."""
+
+
+def earned(found: Any, source: str, num_turns: int) -> EpisodeReward:
+    """A reward, or rewards of turns, as given. ``GenerationError`` names its source if that is no finite number or there are more turns."""
+    if not isinstance(found, list | tuple):
+        return EpisodeReward(reward=finite_reward(found, source))
+    if len(found) > num_turns:
+        raise GenerationError(
+            f"{source} must return at most one reward per turn ({num_turns}), got {len(found)}: {found!r}"
+        )
+    values = tuple(finite_reward(value, source) for value in found)
+    return EpisodeReward(reward=math.fsum(values), turn_rewards=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class FunctionReward:
     threads: CallThreads
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
-        """Raises ``GenerationError`` if the function raises or returns no finite number."""
+        """Raises ``GenerationError`` if the function raises or returns no finite number, nor one for each of the first turns."""
         try:
             found = await self._call(prompt, episode)
         except Exception as error:
@@ -83,7 +100,7 @@ class FunctionReward:
             raise GenerationError(
                 f"generator.reward raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}) for prompt {prompt.uid!r}"
             ) from error
-        return EpisodeReward(reward=finite_reward(found, "generator.reward"))
+        return earned(found, "generator.reward", episode.num_turns)
 
     async def _call(self, prompt: Prompt, episode: AgentEpisode) -> Any:
         if inspect.iscoroutinefunction(self.function):

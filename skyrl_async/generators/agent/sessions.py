@@ -20,7 +20,7 @@ from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.runtime.outages import Outages, Resending
-from skyrl_async.types import RowMessage, SamplingParams, Trajectory
+from skyrl_async.types import RowMessage, SamplingParams, Trajectory, TurnSpan
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -159,24 +159,31 @@ class AgentSession:
         return await self._ask("GET", "", None, lambda _, found: dict(found), "an object")
 
     async def finish(
-        self, reward: float, *, metrics: Mapping[str, float] | None = None, is_truncated: bool = False
+        self,
+        reward: float,
+        *,
+        turn_rewards: Sequence[float] = (),
+        metrics: Mapping[str, float] | None = None,
+        is_truncated: bool = False,
     ) -> tuple[Trajectory, ...]:
         """Reward and close the session; returns its training rows. A second call returns the same rows.
 
         Args:
             reward: finite; ``ValueError`` otherwise.
+            turn_rewards: what the first turns earned, in the order of replies; they sum to ``reward``. Empty: only the whole is known.
             metrics: figures of the episode; values that are not finite are left out, since JSON cannot hold them.
             is_truncated: a budget ended it, not the policy.
         """
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward}")
-        return await self._finish(reward, metrics, is_truncated=is_truncated)
+        rewards = [{"turn": turn, "value": value} for turn, value in enumerate(turn_rewards)]
+        return await self._finish(reward, metrics, is_truncated=is_truncated, rewards=rewards)
 
     async def abandon(self, *, metrics: Mapping[str, float] | None = None) -> tuple[Trajectory, ...]:
         """Close the session without a reward; returns its rows, all masked."""
         return await self._finish(0.0, metrics, is_abandoned=True)
 
-    async def _finish(self, reward: float, metrics: Mapping[str, float] | None, **how: bool) -> tuple[Trajectory, ...]:
+    async def _finish(self, reward: float, metrics: Mapping[str, float] | None, **how: Any) -> tuple[Trajectory, ...]:
         if self._trajectories is None:
             finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
             body = {"reward": reward, "metrics": finite, **how}
@@ -259,9 +266,22 @@ def _rows(_root: str, found: Any) -> tuple[Trajectory, ...]:
 
 
 def _trajectory(
-    *, response_token_ids: Any, policy_versions: list[Any], messages: Sequence[Any] = (), **others: Any
+    *,
+    response_token_ids: Any,
+    policy_versions: list[Any],
+    turn_rewards: Sequence[float] = (),
+    turn_spans: Sequence[Any] = (),
+    messages: Sequence[Any] = (),
+    **others: Any,
 ) -> Trajectory:
     """A row from its fields as JSON."""
     versions = VersionSpans.from_json(policy_versions, len(response_token_ids))
     said = from_json(tuple[RowMessage, ...], messages, "messages")
-    return Trajectory(response_token_ids=response_token_ids, versions=versions, messages=said, **others)
+    return Trajectory(
+        response_token_ids=response_token_ids,
+        versions=versions,
+        turn_rewards=tuple(turn_rewards),
+        turn_spans=from_json(tuple[TurnSpan, ...], turn_spans, "turn_spans"),
+        messages=said,
+        **others,
+    )

@@ -35,6 +35,7 @@ from skyrl_async.types import (
     SamplingParams,
     ToolCall,
     Trajectory,
+    TurnSpan,
 )
 
 _KIND = "episode"
@@ -91,6 +92,8 @@ class _Addition:
     """(T,) float32, of the sampled tokens."""
     versions: VersionSpans
     """(T,) of the sampled tokens."""
+    reward: float
+    """What the environment gave for it."""
 
 
 @dataclass(slots=True)
@@ -117,10 +120,12 @@ class TrajectoryBuilder:
         num_kept: int | None = None,
         call: ToolCall | None = None,
         observations: Sequence[Message] = (),
+        reward: float = 0.0,
     ) -> None:
         """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``).
 
-        ``call`` is the one that the environment found in it, and answered with ``observations``, which the next turn's prompt holds.
+        ``call`` is the one that the environment found in it, and answered with ``observations``, which the next turn's prompt holds, and
+        with ``reward``.
         """
         prompt, sampled = completion.prompt_token_ids, completion.token_ids[:num_kept]
         if not len(completion.token_ids):
@@ -136,6 +141,7 @@ class TrajectoryBuilder:
             num_before=len(prompt) - len(self.token_ids),
             logprobs=completion.logprobs[:num_kept],
             versions=completion.versions[:num_kept],
+            reward=reward,
         )
         self.turns.append(added)
         self.token_ids = token_ids(np.concatenate([prompt, sampled]))
@@ -158,8 +164,9 @@ class TrajectoryBuilder:
         turns, messages = [_with_spans(turn) for turn in self.turns], list(map(asdict, self.messages))
         return {**fields_of(self), "turns": turns, "messages": messages}
 
-    def build(self, *, reward: float, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
+    def build(self, *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         """The training row."""
+        spans: list[TurnSpan] = []
         masks: list[Mask] = [np.zeros(0, np.bool_)]
         logprobs: list[Logprobs] = [NO_LOGPROBS]
         versions: list[VersionSpans] = []
@@ -167,6 +174,9 @@ class TrajectoryBuilder:
             masks += np.zeros(turn.num_before, np.bool_), np.ones(len(turn.versions), np.bool_)
             logprobs += np.zeros(turn.num_before, np.float32), turn.logprobs
             versions += VersionSpans.constant(ENVIRONMENT_VERSION, turn.num_before), turn.versions
+            # What is before the first turn is the prompt.
+            start = spans[-1].end + turn.num_before if spans else 0
+            spans.append(TurnSpan(index=len(spans), start=start, end=start + len(turn.versions)))
         return Trajectory(
             prompt_token_ids=self.token_ids[: self.num_prompt_tokens],
             response_token_ids=self.token_ids[self.num_prompt_tokens :],
@@ -175,7 +185,9 @@ class TrajectoryBuilder:
             versions=VersionSpans.joined(versions),
             num_turns=len(self.turns),
             num_aborts=self.num_aborts,
-            reward=reward,
+            reward=sum((turn.reward for turn in self.turns), 0.0),
+            turn_rewards=tuple(turn.reward for turn in self.turns),
+            turn_spans=tuple(spans),
             is_truncated=is_truncated,
             metrics=metrics,
             messages=tuple(self.messages),
@@ -192,7 +204,6 @@ class EpisodeState:
     """Whether all messages are JSON."""
     num_steps: int = 0
     """Turns that the environment has answered."""
-    reward: float = 0.0
     builder: TrajectoryBuilder = field(default_factory=TrajectoryBuilder)
     environment: str | None = None
     """The environment's snapshot after those turns, as JSON text; None if it takes none."""
@@ -208,9 +219,8 @@ class EpisodeState:
 
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
         """Add a turn that the environment has answered; ``action`` is its text as kept, ``num_kept`` its tokens (None: all)."""
-        self.builder.add_turn(turn.completion, num_kept, outcome.tool_call, outcome.observations)
+        self.builder.add_turn(turn.completion, num_kept, outcome.tool_call, outcome.observations, outcome.reward)
         self._add_messages([{"role": "assistant", "content": action}, *outcome.observations])
-        self.reward += outcome.reward
         self.num_steps += 1
         self.environment = outcome.snapshot
         self.turn, self.generation = None, OpenGeneration()
@@ -252,7 +262,6 @@ class EpisodeState:
             "kind": _KIND,
             "messages": self.messages,
             "num_steps": self.num_steps,
-            "reward": self.reward,
             "tokens": self.builder.to_json(),
             "environment": self.environment,
             "turn": None if turn is None else {**fields_of(turn), "completion": _with_spans(turn.completion)},
@@ -267,7 +276,6 @@ class EpisodeState:
         return cls(
             messages=saved["messages"],
             num_steps=saved["num_steps"],
-            reward=saved["reward"],
             builder=from_json(TrajectoryBuilder, saved["tokens"]),
             environment=saved["environment"],
             generation=OpenGeneration(from_json(EngineOutput | None, saved["generation"]) or NOTHING_SAMPLED),

@@ -128,7 +128,7 @@ class EpisodeGenerator(ABC):
         while state.num_steps < self._max_turns:
             turn = state.turn or await self._sample_turn(request, sample_index, state)
             if turn is None:
-                return state.builder.build(reward=state.reward, is_truncated=True, metrics=await calls.metrics())
+                return state.builder.build(is_truncated=True, metrics=await calls.metrics())
             state.turn = turn
             outcome = await calls.step(turn.text)
             is_last = outcome.is_done or state.num_steps + 1 == self._max_turns
@@ -137,9 +137,9 @@ class EpisodeGenerator(ABC):
             state.add_turn(turn, num_kept, action, outcome)
             if is_last:
                 is_truncated = num_kept is None and turn.completion.finish_reason is FinishReason.LENGTH
-                return state.builder.build(reward=state.reward, is_truncated=is_truncated, metrics=metrics)
+                return state.builder.build(is_truncated=is_truncated, metrics=metrics)
         # Only an episode of a checkpoint comes here, when generator.max_turns was lowered.
-        return state.builder.build(reward=state.reward, is_truncated=False, metrics=await calls.metrics())
+        return state.builder.build(is_truncated=False, metrics=await calls.metrics())
 
     async def _sample_turn(self, request: GroupRequest, sample_index: int, state: EpisodeState) -> Turn | None:
         """Sample a turn; None when a later turn finds no room."""

@@ -81,6 +81,6 @@ class TrainedRows:
                         next(values) if is_sampled else None for is_sampled in trajectory.loss_mask.tolist()
                     ],
                     "reward": trajectory.reward,
-                    "advantage": row.advantage,
+                    "advantages": row.advantages,
                     "weight": trajectory.weight,
                 }

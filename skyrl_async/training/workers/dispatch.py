@@ -14,7 +14,7 @@ import numpy as np
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.columns import Logprobs, TokenIds
+from skyrl_async.columns import Advantages, Logprobs, TokenIds
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -42,7 +42,7 @@ class RankWork:
 
 def split_work(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
+    advantages: Sequence[float | Advantages],
     version: int,
     *,
     settings: TrainingSettings,
@@ -51,17 +51,17 @@ def split_work(
     """Deal the trajectories that have sampled tokens to ``num_ranks`` ranks.
 
     Raises:
-        ValueError: there is not one advantage per trajectory.
+        ValueError: there is not one advantage per trajectory, or a column that is not as long as the response.
         TrainingError: the loss needs log-probs that a row lacks and the ranks cannot compute.
     """
     if len(trajectories) != len(advantages):
         raise ValueError(f"advantages must hold one value per trajectory ({len(trajectories)}), got {len(advantages)}")
     pairs = zip(trajectories, advantages, strict=True)
-    rows = [Row(trajectory=row, advantage=advantage) for row, advantage in pairs if row.num_sampled_tokens > 0]
+    rows = [_row(trajectory, values) for trajectory, values in pairs if trajectory.num_sampled_tokens > 0]
     runs_reference = _runs_reference(rows, settings)
     has_marks = any(row.trajectory.marks is not None and row.trajectory.marks.any() for row in rows)
     has_other_terms = bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
-    has_gradient = has_marks or has_other_terms or any(row.advantage != 0 for row in rows)
+    has_gradient = has_marks or has_other_terms or any(row.advantages.any() for row in rows)
     return [
         RankWork(
             micro_batches=_picked(rows, plan),
@@ -71,6 +71,13 @@ def split_work(
         )
         for plan in _plans(rows, settings, num_ranks)
     ]
+
+
+def _row(trajectory: Trajectory, advantages: float | Advantages) -> Row:
+    given, shape = np.asarray(advantages, np.float32), (len(trajectory.response_token_ids),)
+    if given.shape not in ((), shape):
+        raise ValueError(f"advantages must hold one value per response token {shape}, or one number, got {given.shape}")
+    return Row(trajectory=trajectory, advantages=np.broadcast_to(given, shape))
 
 
 def _of_responses(trajectories: Sequence[Trajectory], sampled: Iterable[tuple[Row, Logprobs]]) -> tuple[Logprobs, ...]:
@@ -145,7 +152,7 @@ class PolicyOverRanks(ABC):
         return answer
 
     async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, Any]:
         """As ``Policy``."""
         works = split_work(trajectories, advantages, version, settings=self._settings, num_ranks=self._num_ranks)
@@ -169,7 +176,7 @@ class PolicyOverRanks(ABC):
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """As ``Policy``. Raises ``TrainingError`` if ranks hold different versions."""
-        rows = [Row(trajectory=row, advantage=0.0) for row in trajectories if row.num_sampled_tokens]
+        rows = [_row(row, 0.0) for row in trajectories if row.num_sampled_tokens]
         plans = _plans(rows, self._settings, self._num_ranks)
         answers = await self._call_each("logprobs_of", [(_picked(rows, plan), model) for plan in plans])
         versions = {answer.version for answer in answers}

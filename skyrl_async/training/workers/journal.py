@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_async.columns import Advantages
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory
 
@@ -58,7 +59,9 @@ class CallJournal:
         after = (i for i in range(len(self._calls), 0, -1) if isinstance(self._calls[i - 1], StepCall))
         return self._num_dropped + next(after, 0)
 
-    def add_gradients(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int) -> None:
+    def add_gradients(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
+    ) -> None:
         """Append a ``forward_backward``."""
         self._calls.append(pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from skyrl_async.columns import TokenIds
+from skyrl_async.columns import Advantages, TokenIds
 from skyrl_async.errors import (
     CheckpointError,
     DeadlineError,
@@ -195,7 +195,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         """Why the state of lost workers cannot be restored; empty if it can."""
 
     async def forward_backward(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], version: int
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, Any]:
         """As ``Policy``."""
         figures = await self._timed_call(

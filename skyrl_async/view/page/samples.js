@@ -268,7 +268,7 @@ function tokensOf(whole) {
     const gap = trainer === null || logprob === null ? null : trainer - logprob;
     return {
       id, piece: whole.pieces ? whole.pieces[i] : "", version: at >= 0 ? versions[at] : null, isTrained, logprob, trainer, gap,
-      ratio: gap === null ? null : Math.exp(gap), advantage: isTrained ? whole.advantage : null,
+      ratio: gap === null ? null : Math.exp(gap), advantage: !isTrained ? null : whole.advantages ? whole.advantages[at] : whole.advantage,
       reference: isTrained && whole.ref_logprobs ? whole.ref_logprobs[at] : null,
     };
   });
@@ -285,6 +285,7 @@ function drawTurns(card, whole) {
   for (const turn of whole.turns) {
     const text = el("div", { className: "text" });
     const known = [turn.role, turn.name, turn.tool_call_id, `${number(turn.end - turn.start)} tokens`, turn.engines?.join(", ")];
+    if (turn.reward !== null) known.push(`reward ${number(turn.reward)}`);
     if (turn.engine_seconds !== null) known.push(`${number(turn.engine_seconds, 3)} s`);
     card.append(el("div", { className: `turn ${["assistant", "tool", "environment", "user", "system"].includes(turn.role) ? turn.role : ""}` },
       el("small", {}, shown(known.filter(Boolean).join(" · "))), text, ...turn.tool_calls.map(drawCall)));

@@ -9,21 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import (
-    AdvantageEstimator,
-    GroupRewards,
-    StepAdvantages,
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.credit import GroupRewards
+from skyrl_async.algorithms.estimators.outcome import (
     dr_grpo_advantages,
     grpo_advantages,
-    make_advantage_estimator,
     maxrl_advantages,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
     rloo_advantages,
-    row_advantages,
 )
+from skyrl_async.algorithms.estimators.reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
+from skyrl_async.algorithms.settings import AdvantageConstants
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.types import Group, Trajectory
+from tests.cpu.advantage_columns import numbers, row_advantages
 from tests.cpu.enumerated_policy import IS_RIGHT, REWARDS, Outcome, logits_of, mean_of_estimator, policy_gradient
 
 LOGITS = logits_of(seed=1)
@@ -122,7 +120,7 @@ class TestAgainstTheTruePolicyGradient:
             return found[1:]
 
         mean = mean_of_estimator(LOGITS, size, advantages)
-        torch.testing.assert_close(mean, policy_gradient(LOGITS, REWARDS), atol=1e-12, rtol=0)
+        torch.testing.assert_close(mean, policy_gradient(LOGITS, REWARDS), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted(OF_GROUP))
@@ -184,13 +182,13 @@ def test_maxrl_refuses_negative_rewards() -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of dr_grpo, grpo, .* got 'gpro'; did you mean grpo\?"):
+    with pytest.raises(ConfigError, match=r"must be one of dr_grpo, gigpo, grpo, .* got 'gpro'; did you mean grpo\?"):
         make_advantage_estimator("gpro")
 
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo() -> None:
     assert make_advantage_estimator("grpo").compute is grpo_advantages
-    assert make_advantage_estimator("grpo", grpo_norm_by_std=False).compute is dr_grpo_advantages
+    assert make_advantage_estimator("grpo", AdvantageConstants(norm_by_std=False)).compute is dr_grpo_advantages
     assert make_advantage_estimator("reinforce++").needs_mini_batch
 
 
@@ -206,8 +204,8 @@ def test_a_mini_batch_gets_its_advantages_row_by_row_without_abandoned_samples()
     expected = reinforce_pp_advantages(
         [GroupRewards(rewards=(1.0, 0.0), num_tokens=(3, 2)), GroupRewards(rewards=(0.5,), num_tokens=(4,))]
     )
-    assert first.advantages == (expected[0][0], expected[0][0], 0.0, expected[0][1])
-    assert second.advantages == (expected[1][0],)
+    of_rows = [expected[0][0], expected[0][0], 0.0, expected[0][1], expected[1][0]]
+    assert numbers(first.advantages + second.advantages) == pytest.approx(of_rows, rel=1e-6)
     assert (first.trajectories, second.trajectories) == tuple(rows)
 
 
@@ -228,8 +226,8 @@ def test_a_group_of_which_no_sample_is_left_asks_no_estimator_and_has_no_advanta
         Group(uid=str(i), admission_index=i, scheduled_version=0, trajectories=rows)
         for i, rows in enumerate((gone, kept))
     ]
-    assert [group.advantages for group in StepAdvantages(estimator)(groups)] == [(0.0, 0.0), (0.0, -1.0)]
-    assert [group.advantages for group in StepAdvantages(estimator)(groups[:1])] == [(0.0, 0.0)]
+    assert [numbers(group.advantages) for group in StepAdvantages(estimator)(groups)] == [(0.0, 0.0), (0.0, -1.0)]
+    assert [numbers(group.advantages) for group in StepAdvantages(estimator)(groups[:1])] == [(0.0, 0.0)]
     assert row_advantages(gone, of_group) == [0.0, 0.0]
 
 

@@ -16,6 +16,7 @@ from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.columns import repeated
 from skyrl_async.config.schema.algorithm import LossReduction
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -102,13 +103,13 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
     advantages = [torch.randn(len(g), generator=draw).tolist() for g in made]
 
     objective = Objective(policy_loss=RATIO_LOSS)
-    aggregation = Aggregation(name=name, max_seq_len=MAX_SEQ_LEN)
+    aggregation = Aggregation(name=name, max_seq_len=MAX_SEQ_LEN, splits_samples=True)
     denominator, total = 0.0, torch.zeros(())
     for group, of_group, of_leaf in zip(made, advantages, leaves, strict=True):
         weighted = aggregation(group)
         denominator += weighted.denominator
         rows = [
-            (Row(trajectory=r, advantage=a), leaf)
+            (Row(trajectory=r, advantages=repeated(a, len(r.response_token_ids))), leaf)
             for r, a, leaf in zip(weighted.trajectories, of_group, of_leaf, strict=True)
             if r.num_sampled_tokens
         ]
@@ -141,9 +142,19 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
 
 def test_the_mean_over_tokens_leaves_rows_as_they_are() -> None:
     rows = (row(3, weight=0.5), row(0, num_masked=2), row(4))
-    weighted = Aggregation()(rows)
+    weighted = Aggregation(splits_samples=True)(rows)
     assert all(found is given for found, given in zip(weighted.trajectories, rows, strict=True))
     assert weighted.denominator == 0.5 * 3 + 4
+
+
+@pytest.mark.parametrize(("splits", "share"), [(False, 100 / 150), (True, 25 / 75)])
+def test_tokens_in_four_rows_of_a_rewritten_history_count_as_in_one_row_or_a_quarter(
+    splits: bool, share: float
+) -> None:
+    in_four, others = [row(25, weight=0.25)] * 4, [row(50)]
+    weighted = Aggregation(splits_samples=splits)([*in_four, *others])
+    of_four = sum(trained.weight * trained.num_sampled_tokens for trained in weighted.trajectories[:4])
+    assert of_four / weighted.denominator == pytest.approx(share)
 
 
 @pytest.mark.parametrize("name", [reduction.name for reduction in LossReduction])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
+from skyrl_async.columns import repeated
 from skyrl_async.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def row(prompt: tuple[int, ...], response: tuple[int, ...], mask: tuple[int, ...
         versions=tuple(7 if is_sampled else -1 for is_sampled in mask),
         reward=0.0,
     )
-    return Row(trajectory=trajectory, advantage=advantage)
+    return Row(trajectory=trajectory, advantages=repeated(advantage, len(response)))
 
 
 @given(
@@ -171,7 +172,7 @@ def test_every_sampled_token_is_predicted_once_by_the_token_before_it_in_its_row
         ):
             if is_sampled:
                 before = start + len(trajectory.prompt_token_ids) + offset - 1
-                assert next(found) == (index, before, token, -float(token), each.advantage)
+                assert next(found) == (index, before, token, -float(token), each.advantages[offset])
     assert next(found, None) is None
     assert batch.row_lengths == (tuple(each.num_tokens for each in rows) if is_packed else None)
     assert not is_packed or batch.input_ids.shape == (1, sum(each.num_tokens for each in rows))

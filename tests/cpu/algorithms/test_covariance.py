@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_async.algorithms.advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
 from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import LossTokens
 from skyrl_async.algorithms.policy_losses import (
@@ -25,6 +25,7 @@ from skyrl_async.algorithms.policy_losses import (
     token_covariances,
 )
 from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.columns import repeated
 from skyrl_async.composition.algorithms import Advantages, loss_constants, make_advantages
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import from_json, group_to_json
@@ -62,7 +63,7 @@ def groups_of(drawn: Sequence[Sequence[tuple[Sequence[tuple[float, bool]], float
             admission_index=first + index,
             scheduled_version=0,
             trajectories=tuple(row_of(tokens) for tokens, _ in rows),
-            advantages=tuple(advantage for _, advantage in rows),
+            advantages=tuple(repeated(advantage, len(tokens)) for tokens, advantage in rows),
         )
         for index, rows in enumerate(drawn)
     ]
@@ -71,9 +72,9 @@ def groups_of(drawn: Sequence[Sequence[tuple[Sequence[tuple[float, bool]], float
 def sampled(groups: Sequence[Group]) -> list[tuple[float, float, int | None]]:
     """Log-prob, advantage and mark of every sampled token."""
     return [
-        (logprob, advantage, None if row.marks is None else int(row.marks[position]))
+        (logprob, advantages[position].item(), None if row.marks is None else int(row.marks[position]))
         for group in groups
-        for row, advantage in zip(group.trajectories, group.advantages, strict=True)
+        for row, advantages in zip(group.trajectories, group.advantages, strict=True)
         for position, (logprob, is_sampled) in enumerate(
             zip(row.logprobs.tolist(), row.loss_mask.tolist(), strict=True)
         )
@@ -209,9 +210,9 @@ def test_from_groups_to_gradients_it_is_a_dense_reference_on_the_whole_mini_batc
         TrainingSettings(policy_path="", policy_loss=name, loss_constants=loss_constants(algorithm))
     )
     rows = [
-        Row(trajectory=row, advantage=advantage)
+        Row(trajectory=row, advantages=of_row)
         for group in made.of_step(groups_of(drawn))
-        for row, advantage in zip(group.trajectories, group.advantages, strict=True)
+        for row, of_row in zip(group.trajectories, group.advantages, strict=True)
     ]
     found = torch.zeros(4, 9)
     for chosen in ([0, 3], [1], [2]):  # any micro-batches
@@ -251,7 +252,11 @@ def test_in_the_loop_all_groups_of_a_step_are_marked_together() -> None:
     async def main(mark: Mark) -> list[tuple[Trajectory, ...]]:
         job = SimulationSettings(mean_tokens=50.0, num_steps=3, mini_batch_size=4, stream_mini_batch=False)
         simulation = Simulation(
-            job, advantages=Advantages(of_stage=lambda rewards: [0.0] * len(rewards), of_step=StepAdvantages(mark=mark))
+            job,
+            advantages=Advantages(
+                of_stage=None,
+                of_step=StepAdvantages(AdvantageEstimator(compute=lambda rewards: [0.0] * len(rewards)), mark=mark),
+            ),
         )
         await simulation.trainer.run()
         return [group for step in simulation.policy.steps for group in step]

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.advantages import (
-    AdvantageEstimator,
-    StepAdvantages,
-    grpo_advantages,
-    reinforce_pp_advantages,
-    rloo_advantages,
-)
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
+from skyrl_async.algorithms.estimators.outcome import grpo_advantages, rloo_advantages
+from skyrl_async.algorithms.estimators.reinforce_pp import reinforce_pp_advantages
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.composition.algorithms import Advantages
@@ -26,6 +22,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
+from tests.cpu.advantage_columns import numbers
 from tests.cpu.enumerated_policy import (
     OUTCOMES,
     REWARDS,
@@ -134,12 +131,12 @@ class TestPenalty:
     def test_advantages_are_of_penalised_rewards_and_rewards_stay_what_the_environment_said(self) -> None:
         rows = (row((-1.0,), (-2.0,), reward=1.0), row((-1.0,), (-1.0,), reward=0.25))
         (found,) = StepAdvantages(AdvantageEstimator(compute=grpo_advantages), penalty())([group(*rows)])
-        assert found.advantages == tuple(grpo_advantages([0.5, 0.25]))
+        assert numbers(found.advantages) == pytest.approx(grpo_advantages([0.5, 0.25]), rel=1e-6)
         assert found.trajectories == rows
         (alone,) = StepAdvantages(
             AdvantageEstimator(compute=reinforce_pp_advantages, needs_mini_batch=True), penalty()
         )([group(*rows)])
-        assert alone.advantages == pytest.approx((1.0, -1.0), abs=1e-6)
+        assert numbers(alone.advantages) == pytest.approx((1.0, -1.0), abs=1e-6)
 
 
 def mean_over_outcomes(leaf: Tensor, of_outcome: Callable[[Tensor, Tensor], Tensor], *, is_policys: bool) -> Tensor:
@@ -193,11 +190,11 @@ def test_the_mean_gradient_is_that_of_the_reward_less_what_the_estimator_takes_a
 
     def advantages(outcomes: tuple[Outcome, ...]) -> tuple[float, ...]:
         (found,) = estimate([group(*(row(*logs[outcome], reward=REWARDS[outcome]) for outcome in outcomes))])
-        return found.advantages
+        return numbers(found.advantages)
 
     leaf = LOGITS.clone().requires_grad_()
     (true,) = torch.autograd.grad(expected(leaf, REWARDS) - 0.3 * forces(leaf)[name], leaf)
-    torch.testing.assert_close(mean_of_estimator(LOGITS, 2, advantages), true, atol=1e-8, rtol=0)  # rows hold float32
+    torch.testing.assert_close(mean_of_estimator(LOGITS, 2, advantages), true, atol=1e-7, rtol=0)  # rows hold float32
 
 
 def test_of_estimators_in_the_reward_k2_and_k3_have_next_to_no_force_near_the_reference() -> None:

@@ -19,6 +19,7 @@ from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants
+from skyrl_async.columns import repeated
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
 from skyrl_async.errors import ConfigError
@@ -306,7 +307,7 @@ def random_rows(seed: int, num_rows: int = 8) -> list[Row]:
             old_version=3,
             reward=0.0,
         )
-        rows.append(Row(trajectory=trajectory, advantage=draw.uniform(-1, 1)))
+        rows.append(Row(trajectory=trajectory, advantages=repeated(draw.uniform(-1, 1), length)))
     return rows
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.algorithms.reward_shaping import mask_overlong, overlong_penalty, penalise_overlong, shape_rewards
 from skyrl_async.composition.algorithms import reward_shapes
 from skyrl_async.composition.parts import check_generator
@@ -25,6 +24,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
+from tests.cpu.advantage_columns import row_advantages
 from tests.cpu.quick_config import config_of
 
 

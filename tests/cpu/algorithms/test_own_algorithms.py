@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.algorithms.advantages import (
-    AdvantageEstimator,
-    GroupRewards,
-    make_advantage_estimator,
-    register_advantage_estimator,
-)
+from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, register_advantage_estimator
+from skyrl_async.algorithms.credit import GroupRewards
 from skyrl_async.algorithms.losses import register_policy_loss
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.algorithms.trial import try_estimator
@@ -36,7 +32,7 @@ class TestEstimators:
         for name in ("own_median", f"{HERE}:median_advantages"):
             algorithm = config_of(f"{ESTIMATOR}={name}").trainer.algorithm
             check_algorithm(algorithm)
-            assert make_advantages(algorithm).of_stage is own_algorithms.median_advantages
+            assert make_advantages(algorithm).of_stage.compute is own_algorithms.median_advantages
         plain = make_advantage_estimator(f"{HERE}:unregistered_advantages").compute
         assert plain is own_algorithms.unregistered_advantages
 
@@ -53,7 +49,7 @@ class TestEstimators:
         algorithm = config_of(f"{ESTIMATOR}={HERE}:too_few_advantages").trainer.algorithm
         with pytest.raises(
             ConfigError,
-            match=r"too_few_advantages must return one finite advantage per reward of .*, got \[\[0.0, 0.5\]",
+            match=r"too_few_advantages must return one finite advantage per reward of .*, got \[0.0, 0.5\]",
         ):
             check_algorithm(algorithm)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_async.algorithms.batching import MicroBatch, collate
+from skyrl_async.algorithms.batching import MicroBatch, Row, collate
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.algorithms.off_policy import sample_size_figures
 from skyrl_async.algorithms.settings import CorrectionSettings
+from skyrl_async.columns import repeated
 from skyrl_async.metrics.recorder import Recorder
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.metrics.step import StepFigures, effective_shares
@@ -67,7 +68,11 @@ def test_it_is_the_square_of_the_sum_over_the_sum_of_squares_per_token_row_and_l
 def test_fresh_tokens_are_worth_what_they_number_whatever_row_is_empty() -> None:
     rows = random_rows(1)
     empty = replace(rows[0].trajectory, loss_mask=(0,) * len(rows[0].trajectory.loss_mask))
-    batch = collate([replace(rows[0], trajectory=empty), *rows[1:]], CPU, is_packed=False)
+    batch = collate(
+        [Row(trajectory=empty, advantages=repeated(0.0, len(empty.response_token_ids))), *rows[1:]],
+        CPU,
+        is_packed=False,
+    )
     shares = effective_shares(sample_size_figures(batch.behavior_logprobs, batch, torch.zeros_like(batch.versions)))
     assert shares == {"policy/ess": 1.0, "policy/sequence_ess": 1.0, "policy/lag0_ess": 1.0}
 
@@ -82,7 +87,7 @@ async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient
     group = Group(
         uid="a",
         trajectories=tuple(rows),
-        advantages=(1.0, -1.0, 0.5),
+        advantages=tuple(repeated(a, len(r.response_token_ids)) for a, r in zip((1.0, -1.0, 0.5), rows, strict=True)),
         scheduled_version=0,
         admission_index=0,
         generation_seconds=1.0,

@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, GroupRewards, MaskGroup, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, MaskGroup, StepAdvantages
+from skyrl_async.algorithms.credit import GroupRewards
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
+from tests.cpu.advantage_columns import numbers
 
 SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_batch_size=4, step_seconds=0.5)
 
@@ -45,7 +47,7 @@ def test_all_groups_of_a_step_get_their_advantages_together_unless_it_streams(st
     assert seen == [num_at_once] * (6 * 4 // num_at_once)
     for step in range(1, 7):
         groups = [group for at, group in record.trained if at == step]
-        assert [group.advantages for group in groups] == [(i % num_at_once,) * 2 for i in range(4)]
+        assert [numbers(group.advantages) for group in groups] == [(i % num_at_once,) * 2 for i in range(4)]
         if not streamed:
             assert [g.admission_index for g in groups] == sorted(g.admission_index for g in groups)
 

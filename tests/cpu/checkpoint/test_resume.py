@@ -244,7 +244,7 @@ def test_contract_7_running_groups_go_on_under_their_admission_with_tokens_of_th
     begun = [s.state for g in state.running for s in g.samples.values() if s.state and s.state["tokens"]["turns"]]
     assert begun
     for sample in begun:
-        head = EpisodeState.from_json(sample).builder.build(reward=0.0, is_truncated=False, metrics={})
+        head = EpisodeState.from_json(sample).builder.build(is_truncated=False, metrics={})
         num = len(head.versions)
         assert [
             row

@@ -43,7 +43,7 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
     [
         (
             [f"{ESTIMATOR}=gae"],
-            f"{ESTIMATOR} must be one of dr_grpo, grpo, maxrl, .* or package.module:function, got 'gae'",
+            f"{ESTIMATOR} must be one of dr_grpo, gigpo, grpo, maxrl, .* or package.module:function, got 'gae'",
         ),
         ([f"{ESTIMATOR}=rlo"], r"got 'rlo'; did you mean rloo\?"),
         ([f"{ESTIMATOR}=no.such:function"], f"{ESTIMATOR}='no.such:function' cannot be imported: No module named 'no'"),
@@ -77,7 +77,7 @@ def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_str
 
 def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
     (idle,) = idle_settings(config_of(f"{ESTIMATOR}=rloo", "trainer.algorithm.grpo_norm_by_std=false"))
-    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing without advantage_estimator=grpo"
+    assert idle == "trainer.algorithm.grpo_norm_by_std=false does nothing without advantage_estimator=grpo or gigpo"
 
 
 def test_skyrls_name_of_the_mean_over_sequences_is_that_of_verl_too() -> None:

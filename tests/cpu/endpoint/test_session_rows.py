@@ -12,7 +12,7 @@ from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.rows import rows as rows_of
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
-from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, RowMessage, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, FinishReason, Message, RowMessage, Trajectory, TurnSpan
 from tests.cpu.session_trees import FIRST_SAMPLED_ID, Policy, assistant, call, completion, system, tool, user
 
 
@@ -55,6 +55,7 @@ def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Pol
         logprobs=(-0.1, -0.2, 0.0, -0.3),
         versions=(3, 3, ENVIRONMENT_VERSION, 4),
         reward=0.5,
+        turn_spans=(TurnSpan(index=0, start=0, end=2), TurnSpan(index=1, start=3, end=4)),
         num_turns=2,
         num_aborts=3,
         metrics={"tests_passed": 1.0},
@@ -95,6 +96,8 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
     assert [row.weight for row in (main, branch, rewritten)] == [1 / 3] * 3
     assert [row.num_turns for row in (main, branch, rewritten)] == [3, 1, 1]
     assert [row.num_aborts for row in (main, branch, rewritten)] == [3, 4, 0]
+    spans = [[(span.index, span.start, span.end) for span in row.turn_spans] for row in (main, branch, rewritten)]
+    assert spans == [[(0, 0, 2), (1, 3, 6), (2, 7, 8)], [(3, 3, 8)], [(4, 0, 1)]]
 
 
 def test_a_policy_may_keep_one_branch_of_a_session(forked: Policy) -> None:
@@ -383,6 +386,10 @@ def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) 
     assert all(i < FIRST_SAMPLED_ID for i in row.prompt_token_ids)
     assert 1 <= row.num_turns <= len(path)
     spoken = zip(row.response_token_ids, row.loss_mask, row.logprobs, row.versions, strict=True)
+    for span in row.turn_spans:
+        of_turn = tree.turns[span.index].addition.token_ids
+        assert np.array_equal(row.response_token_ids[span.start : span.end], of_turn)
+    assert sum(row.loss_mask[span.start : span.end].sum() for span in row.turn_spans) == row.num_sampled_tokens
     for token_id, mask, logprob, version in spoken:
         assert [logprob, version] == (sampled[token_id] if mask else [0.0, ENVIRONMENT_VERSION])
 

@@ -128,6 +128,32 @@ async def test_a_finish_is_idempotent_and_the_first_reward_counts(sampler: HeldS
     assert state == "finished"
 
 
+async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSampler) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        for text in ("a", "b", "c"):
+            await session.post([user(text)])
+        url = f"/sessions/{session.id}/finish"
+        rewards = [{"turn": 2, "value": 0.5}, {"turn": 0, "value": -1.0}, {"turn": 2, "value": 0.25}]
+        wrong = [
+            {"rewards": [{"turn": 3, "value": 1.0}]},
+            {"rewards": rewards, "reward": 1.0},
+            {"rewards": [{"turn": -1, "value": 1.0}]},
+            {"rewards": [{"turn": 0, "value": "much"}]},
+            {"rewards": 1.0},
+        ]
+        refused = [(await session.controller.post(url, json=body)) for body in wrong]
+        finished = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
+        again = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
+    assert [answer.status_code for answer in refused] == [400] * 5
+    said = [answer.json()["error"]["message"] for answer in refused]
+    assert "rewards name turn 3, but the session has 3 turns, counted from 0" in said[0]
+    assert "reward must be the sum of rewards (-0.25), or be left out, got 1" in said[1]
+    assert [(row["reward"], row["turn_rewards"]) for row in finished] == [(-0.25, [-1.0, 0.0, 0.75])] * 3
+    assert [[span["index"] for span in row["turn_spans"]] for row in finished] == [[0], [1], [2]]
+    assert again == finished
+
+
 async def test_after_the_end_a_session_refuses_with_401_and_says_why(sampler: HeldSampler) -> None:
     async with endpoint(sampler) as served:
         session = await served.begin()

@@ -450,9 +450,27 @@ async def test_a_function_may_reward_itself() -> None:
         assert row.reward == 0.75 and row.metrics["tools"] == 2.0
 
 
+@pytest.mark.parametrize("is_own", [False, True], ids=["generator.reward", "the harness itself"])
+async def test_a_reward_may_be_one_for_each_of_the_first_turns(is_own: bool) -> None:
+    async def run(task: AgentTask) -> AgentResult:
+        await ask(task, "go on", "go on")
+        return AgentResult(reward=[0.5, -0.25] if is_own else None)
+
+    async with stand_in(echo) as endpoint, agents(endpoint, run, lambda *_: (0.5, -0.25)) as generator:
+        await generator.generate(request(1))
+        (session,) = endpoint.sessions.values()
+    assert session.finish["reward"] == 0.25
+    assert session.finish["rewards"] == [{"turn": 0, "value": 0.5}, {"turn": 1, "value": -0.25}]
+
+
 @pytest.mark.parametrize(
     ("reward", "complaint"),
-    [(math.nan, "generator.reward must return a finite number as reward, got nan"), ("x", "as reward, got 'x'")],
+    [
+        (math.nan, "generator.reward must return a finite number as reward, got nan"),
+        ("x", "as reward, got 'x'"),
+        ([0.5, 0.5], r"generator.reward must return at most one reward per turn \(1\), got 2: \[0.5, 0.5\]"),
+        ([math.inf], "generator.reward must return a finite number as reward, got inf"),
+    ],
 )
 async def test_a_reward_that_is_no_number_fails_the_group(reward: Any, complaint: str) -> None:
     async with stand_in(echo) as endpoint, agents(endpoint, reward=lambda prompt, episode: reward) as generator:

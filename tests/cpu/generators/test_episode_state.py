@@ -8,7 +8,7 @@ from skyrl_async.columns import token_ids
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import StepOutcome
 from skyrl_async.generators.gym.episode_state import EpisodeState, TrajectoryBuilder, Turn
-from skyrl_async.types import ENVIRONMENT_VERSION, Completion, FinishReason, Trajectory
+from skyrl_async.types import ENVIRONMENT_VERSION, Completion, FinishReason, Trajectory, TurnSpan
 
 
 def completion(prompt: Any, num_tokens: int, *, version: int = 3) -> Completion:
@@ -44,7 +44,7 @@ def state() -> EpisodeState:
 
 
 def built(state: EpisodeState) -> Trajectory:
-    return state.builder.build(reward=state.reward, is_truncated=False, metrics={})
+    return state.builder.build(is_truncated=False, metrics={})
 
 
 def test_a_row_has_the_environments_tokens_between_those_of_the_policy(state: EpisodeState) -> None:
@@ -55,6 +55,8 @@ def test_a_row_has_the_environments_tokens_between_those_of_the_policy(state: Ep
         logprobs=[-0.25, -0.25, -0.25, 0.0, -0.25, -0.25],
         versions=[3, 3, 3, ENVIRONMENT_VERSION, 3, 3],
         reward=1.0,
+        turn_rewards=(0.5, 0.5),
+        turn_spans=(TurnSpan(index=0, start=0, end=3), TurnSpan(index=1, start=4, end=6)),
         num_turns=2,
         num_aborts=2,
         messages=tuple(state.builder.messages),
@@ -64,7 +66,7 @@ def test_a_row_has_the_environments_tokens_between_those_of_the_policy(state: Ep
 
 
 def test_an_episode_without_turns_has_an_empty_row() -> None:
-    row = TrajectoryBuilder().build(reward=0.0, is_truncated=True, metrics={})
+    row = TrajectoryBuilder().build(is_truncated=True, metrics={})
     assert (len(row.prompt_token_ids), len(row.response_token_ids), row.num_turns) == (0, 0, 0)
 
 
@@ -84,7 +86,7 @@ def test_an_episode_goes_on_from_its_state(state: EpisodeState, waits: bool) -> 
     assert saved is not None and saved.state is not None and saved.num_tokens == 5 + 4 * waits
     restored = EpisodeState.from_json(saved.state)
     assert built(restored) == built(state)
-    assert (restored.messages, restored.reward, restored.num_steps) == (state.messages, 1.0, 2)
+    assert (restored.messages, built(restored).reward, restored.num_steps) == (state.messages, 1.0, 2)
     if state.turn is not None:
         assert restored.turn is not None and restored.turn.completion == state.turn.completion
         assert restored.turn.text_ends.tolist() == [1, 2, 3, 4] and restored.turn.text == "</s>"

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.chat.turns import RowTurn
 from skyrl_async.checkpoint.checkpointer import read_state
+from skyrl_async.columns import repeated
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import CheckpointError
 from skyrl_async.record.ended import EndedGroup, Outcome
@@ -60,7 +61,7 @@ def written(run_dir: Path, *groups: EndedGroup, **settings: Any) -> list[dict[st
 
 def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew(tmp_path: Path) -> None:
     known = row(ref_logprobs=(-1.0, 0.0, -2.0), old_logprobs=(-0.5, 0.0, -0.25), old_version=1, shaped_reward=0.5)
-    group = replace(ended("a", 3).group, trajectories=(known,), advantages=(0.75,))
+    group = replace(ended("a", 3).group, trajectories=(known,), advantages=(repeated(0.75, 3),))
     (found,) = written(tmp_path, EndedGroup(group=group, outcome=Outcome.TRAINED, step=3))
     assert (found["uid"], found["step"], found["scheduled_version"], found["staleness"]) == ("a", 3, 0, 2)
     assert (found["reward"], found["shaped_reward"], found["advantage"]) == (1.0, 0.5, 0.75)

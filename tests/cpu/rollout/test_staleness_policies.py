@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import row_advantages
 from skyrl_async.composition.parts import placement
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.trainer import StalenessPolicy
@@ -20,6 +19,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import EngineOutput, EngineRequest, Group, PauseMode, Trajectory
+from tests.cpu.advantage_columns import row_advantages
 
 LONG_TAILED = SimulationSettings(
     mean_tokens=100.0, sigma=1.2, num_steps=12, seconds_per_token=1e-4, load_seconds=0.5, step_seconds=1.0

@@ -103,7 +103,7 @@ class OneTurnSession:
     async def status(self) -> dict[str, Any]:
         return {"state": "open", "messages": [], "last_text": "", "num_turns": 1, "was_cut_short": False}
 
-    async def finish(self, reward: float, *, metrics: dict[str, float], is_truncated: bool) -> tuple[Trajectory, ...]:
+    async def finish(self, reward: float, *, metrics: dict[str, float], **how: Any) -> tuple[Trajectory, ...]:
         return (replace(row(reward=reward), metrics=metrics),)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.algorithms.advantages import grpo_advantages
+from skyrl_async.algorithms.advantages import make_advantage_estimator
+from skyrl_async.algorithms.estimators.outcome import grpo_advantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy
@@ -245,7 +246,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         run,
         policy=leasing,
         publisher=publisher,
-        prepare={"reward": reward_with(grpo_advantages)},
+        prepare={"reward": reward_with(make_advantage_estimator("grpo"))},
         evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.config.load import from_overrides
@@ -25,6 +25,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
+from tests.cpu.advantage_columns import numbers
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 
 SLOW_PUBLISH = SimulationSettings(
@@ -190,14 +191,16 @@ def test_groups_are_prepared_while_others_train_and_in_time() -> None:
     prepared: list[int] = []
 
     async def ref_logp(group: Group) -> Group:
-        assert group.advantages == (0.5, 0.5), "the reward stage comes first"
+        assert numbers(group.advantages) == (0.5, 0.5), "the reward stage comes first"
         await asyncio.sleep(0.3)
         prepared.append(group.admission_index)
         return group
 
     simulation, _ = run(
         SLOW_PUBLISH,
-        advantages=Advantages(of_stage=lambda rewards: [0.5] * len(rewards), of_step=StepAdvantages()),
+        advantages=Advantages(
+            of_stage=AdvantageEstimator(compute=lambda rewards: [0.5] * len(rewards)), of_step=StepAdvantages()
+        ),
         prepare_with=lambda _: {"ref_logp": ref_logp},
     )
     inline = sum(0.3 for _ in prepared)
@@ -242,7 +245,9 @@ def test_an_error_in_a_stage_ends_the_run_with_its_cause() -> None:
         raise ZeroDivisionError("no spread")
 
     async def main() -> None:
-        simulation = Simulation(SLOW_PUBLISH, advantages=Advantages(of_stage=refuse, of_step=StepAdvantages()))
+        simulation = Simulation(
+            SLOW_PUBLISH, advantages=Advantages(of_stage=AdvantageEstimator(compute=refuse), of_step=StepAdvantages())
+        )
         with pytest.raises(ZeroDivisionError, match="no spread"):
             await simulation.trainer.run()
         states = {status.name: status for status in simulation.trainer.stages()}

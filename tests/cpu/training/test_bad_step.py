@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_leaves_the_rows_of
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     pairs = zip(trajectories(4, seed=1), ADVANTAGES, strict=True)
     expected = {tuple(row.response_token_ids.tolist()): value for row, value in pairs}
-    found = {tuple(row["response_token_ids"]): row["advantage"] for row in rows}
+    found = {tuple(row["response_token_ids"]): row["advantages"][0] for row in rows}
     assert {ids: str(value) for ids, value in found.items()} == {ids: str(value) for ids, value in expected.items()}
 
 

@@ -245,9 +245,9 @@ class TestSteps:
             await policy.step(num_tokens(rows))
         assert_close(await weights(policy, tmp_path / "after"), before)
         saved = {tuple(row["response_token_ids"]): row for row in map(json.loads, path.read_text().splitlines())}
-        assert {ids: row["advantage"] for ids, row in saved.items()} == {
-            tuple(row.response_token_ids.tolist()): value
-            for row, value in zip(rows[1:], [1e37, *values[2:]], strict=True)
+        expected = zip(rows[1:], [1e37, *values[2:]], strict=True)
+        assert {ids: row["advantages"][0] for ids, row in saved.items()} == {
+            tuple(row.response_token_ids.tolist()): pytest.approx(value, rel=1e-6) for row, value in expected
         }
         for row in rows[1:]:
             found = saved[tuple(row.response_token_ids.tolist())]
@@ -269,9 +269,9 @@ class TestSteps:
             TrainingError, match=rf"loss of 4 rows at version 7 is nan on rank 0. The step's rows, .*, are in {path}$"
         ):
             await policy.forward_backward(rows, [float("nan"), *values[1:]], 7)
-        assert sorted(map(math.isnan, (json.loads(line)["advantage"] for line in path.read_text().splitlines()))) == (
-            [False] * 3 + [True]
-        )
+        assert sorted(
+            map(math.isnan, (json.loads(line)["advantages"][0] for line in path.read_text().splitlines()))
+        ) == ([False] * 3 + [True])
         with pytest.raises(TrainingError, match="norm is nan .*Nothing was applied"):
             await policy.step(num_tokens(rows))
 

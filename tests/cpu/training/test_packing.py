@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
+from skyrl_async.columns import repeated
 from skyrl_async.errors import ConfigError
 from skyrl_async.training.backends import packing
 from skyrl_async.training.backends.packing import ROW_BY_ROW, check_rows_are_apart, read_packed_rows
@@ -82,7 +83,7 @@ def row_of(tokens: tuple[int, ...], num_prompt_tokens: int) -> Row:
         versions=(0,) * length,
         reward=0.0,
     )
-    return Row(trajectory=trajectory, advantage=1.0)
+    return Row(trajectory=trajectory, advantages=repeated(1.0, length))
 
 
 def random_rows(*lengths: int) -> list[Row]:

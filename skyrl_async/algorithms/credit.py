@@ -1,0 +1,136 @@
+"""What advantage estimators see of samples, and how advantages of turns and tokens become columns of training rows.
+
+    row:    prompt | turn 0 | observation | turn 1 | observation | turn 2        turn: what the policy sampled in one reply
+    turns:             r_0                    r_1                    r_2         rewards in
+    column:           A A A        -          A A         -        A A A A       one advantage per trained token out
+
+A sample whose history was rewritten has several rows. Its turns are in the order in which they were sampled, whatever row trains them.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_async.columns import NO_LOGPROBS, Advantages, Logprobs, repeated
+from skyrl_async.errors import TrainingError
+from skyrl_async.registries import Unit
+from skyrl_async.samples import Sample
+from skyrl_async.types import Trajectory, TurnSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """One group as an estimator of samples over a mini-batch sees it: its samples without abandoned ones."""
+
+    rewards: tuple[float, ...]
+    """One finite reward per sample."""
+    num_tokens: tuple[int, ...]
+    """Trained tokens per sample, >= 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCredit:
+    """One sample as an estimator of turns or tokens sees it: K >= 1 turns in the order in which they were sampled, N trained tokens."""
+
+    rewards: tuple[float, ...]
+    """(K,) finite: what each turn earned. The last one has what is known of the whole sample only: a reward without turns, shaping, the
+    divergence from a reference."""
+    num_tokens: tuple[int, ...]
+    """(K,) trained tokens per turn, N in all; 0 for a turn that no row trains."""
+    observations: tuple[bytes, ...] = ()
+    """(K,) the tokens between a turn and the trained turn before it in its row, or all tokens before it: equal where the policy was shown
+    the same. Empty for a turn that no row trains."""
+    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
+    """(N,) float32: behavior log-probs of the trained tokens, nats."""
+
+    @property
+    def reward(self) -> float:
+        """What the whole sample earned."""
+        return math.fsum(self.rewards)
+
+    def returns(self, discount: float = 1.0) -> list[float]:
+        """(K,) ``G_k = r_k + discount G_(k+1)``: what turn k and those after it earned."""
+        found, following = [], 0.0
+        for reward in reversed(self.rewards):
+            following = reward + discount * following
+            found.append(following)
+        return found[::-1]
+
+
+def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
+    """A sample as an estimator sees it.
+
+    Args:
+        whole: the sample.
+        trained: the same sample without the tokens that the step masks.
+        reward: what it earned, shaping and penalties included.
+
+    Raises:
+        TrainingError: a trained token is in no turn.
+    """
+    turns = _turns_of(trained)
+    row = whole.rows[0]
+    rewards = list(row.turn_rewards)
+    rewards += [0.0] * (max((1, *(span.index + 1 for _, span in turns))) - len(rewards))
+    rewards[-1] += reward - row.reward if row.turn_rewards else reward
+    num_tokens, observations = [0] * len(rewards), [b""] * len(rewards)
+    logprobs = [NO_LOGPROBS]
+    end_of_row: dict[int, int] = {}
+    for row, span in turns:
+        mask = row.loss_mask[span.start : span.end]
+        num_tokens[span.index] = int(np.count_nonzero(mask))
+        logprobs.append(row.logprobs[span.start : span.end][mask])
+        shown = row.response_token_ids[end_of_row.get(id(row), 0) : span.start].tobytes()
+        observations[span.index] = shown if id(row) in end_of_row else row.prompt_token_ids.tobytes() + shown
+        end_of_row[id(row)] = span.end
+    if sum(num_tokens) != trained.num_sampled_tokens:
+        raise TrainingError(
+            f"trajectory.turn_spans must hold every trained token, got turns of {num_tokens} tokens for "
+            f"{trained.num_sampled_tokens} trained ones; correct the generator"
+        )
+    return SampleCredit(
+        rewards=tuple(rewards),
+        num_tokens=tuple(num_tokens),
+        observations=tuple(observations),
+        logprobs=np.concatenate(logprobs),
+    )
+
+
+def columns_of(trained: Sample, unit: Unit, advantages: NDArray[np.float64]) -> list[Advantages]:
+    """A column per row, (T,) float32.
+
+    Args:
+        trained: as in ``credit_of``.
+        unit: turn or token.
+        advantages: (K,) of its turns, or (N,) of its trained tokens in the order of turns.
+    """
+    found: dict[int, Advantages] = {id(row): np.zeros(len(row.response_token_ids), np.float32) for row in trained.rows}
+    num_before = 0
+    for row, span in _turns_of(trained):
+        of_turn, mask = found[id(row)][span.start : span.end], row.loss_mask[span.start : span.end]
+        if unit is Unit.TURN:
+            of_turn[mask] = advantages[span.index]
+        else:
+            num = int(np.count_nonzero(mask))
+            of_turn[mask] = advantages[num_before : num_before + num]
+            num_before += num
+    for column in found.values():
+        column.flags.writeable = False
+    return list(found.values())
+
+
+def constant_column(row: Trajectory, advantage: float) -> Advantages:
+    """(T,) float32: one advantage for all of a row's tokens."""
+    return repeated(advantage, len(row.response_token_ids))
+
+
+def _turns_of(sample: Sample) -> list[tuple[Trajectory, TurnSpan]]:
+    """The turns that are trained, each with its row, in the order in which they were sampled. A row without turns is one."""
+    turns = [
+        (row, span)
+        for index, row in enumerate(sample.rows)
+        for span in row.turn_spans or (TurnSpan(index=index, start=0, end=len(row.response_token_ids)),)
+    ]
+    return sorted(turns, key=lambda turn: turn[1].index)

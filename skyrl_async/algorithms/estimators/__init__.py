@@ -1,0 +1,1 @@
+"""The advantage estimators, one short file each."""
