@@ -1,13 +1,16 @@
 """Logging of a run: all records of this process go to ``run.log``, this package's warnings also to standard error.
 
-Standard error is looked up at each record, so that a live display can print above itself.
+A thread writes ``run.log``, so that a disk that hangs or is full costs lines and not the run (``runtime.disk_writer``). Standard error is
+looked up at each record, so that a live display can print above itself.
 """
 
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+from skyrl_async.metrics.tracker import RecordFile
 
 SHOWN = {"is_shown": True}
 """``extra`` of a record whose content the console shows as well."""
@@ -25,26 +28,20 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stderr
 
 
-class _LogFile(logging.FileHandler):
-    """Reports once that lines are lost; by default a full disk would print a traceback for each line."""
+class _LogFile(logging.Handler):
+    """Appends records to ``path``, beside the thread that logs them."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        self._has_lost_lines = False
+        super().__init__()
+        self._file = RecordFile(path, what="lines of the log")
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Report the error being handled."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._has_lost_lines:
-            self._has_lost_lines = True
-            sys.stderr.write(f"WARNING {self.baseFilename} loses lines: {error}\n")
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append_line(self.format(record))
 
     def close(self) -> None:
-        """Close the file; lines that do not fit on the disk are lost."""
-        with suppress(OSError):
-            super().close()
+        """Write the rest; a disk that hangs is left."""
+        self._file.close()
+        super().close()
 
 
 @contextmanager

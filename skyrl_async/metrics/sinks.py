@@ -15,6 +15,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from skyrl_async.metrics.tracker import MAX_WAITING_BYTES
+from skyrl_async.runtime.disk_writer import DiskWriter
+
 _STEP = "trainer/step"
 
 
@@ -43,24 +46,34 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard event files under ``directory``."""
+    """Writes TensorBoard event files under ``directory``, beside the event loop."""
 
     def __init__(self, directory: Path, resume_step: float | None = None) -> None:
         """Open a new event file. With ``resume_step``, TensorBoard hides the values of earlier files past that step."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(directory))
+        self._file = EventFileWriter(str(directory))
         self._resume_step = resume_step
+        self._writer: DiskWriter[Event] = DiskWriter(
+            directory, "TensorBoard values", self._write, size_of=Event.ByteSize, max_bytes=MAX_WAITING_BYTES
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step."""
+        """Record the values of a step. Never waits."""
         if self._resume_step is not None and math.isfinite(self._resume_step):
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=int(self._resume_step) + 1, session_log=start))
+            self._writer.add(Event(wall_time=time.time(), step=int(self._resume_step) + 1, session_log=start))
         self._resume_step = None
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-        self._writer.flush()
+        self._writer.add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.begin()
 
     def close(self) -> None:
-        """Write out and close the event file."""
-        self._writer.close()
+        """Write out and close the event file; a disk that hangs is left."""
+        if self._writer.close():
+            self._file.close()
+
+    def _write(self, events: list[Event]) -> None:
+        while events:
+            self._file.add_event(events[0])
+            del events[0]
+        self._file.flush()

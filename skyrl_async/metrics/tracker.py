@@ -68,13 +68,14 @@ class RecordFile:
     Args:
         path: path of the file.
         begin: prepares the file before the first record, or when ``begin`` is called; until then it stays as it was.
+        what: the records in messages.
     """
 
-    def __init__(self, path: Path, begin: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, path: Path, begin: Callable[[], object] = lambda: None, what: str = "lines") -> None:
         self._begin: Callable[[], object] | None = begin
         self._file = AppendedFile(path)
         self._is_closed = False
-        self._writer = DiskWriter(path, "lines", self._write, size_of=len, max_bytes=MAX_WAITING_BYTES)
+        self._writer = DiskWriter(path, what, self._write, size_of=len, max_bytes=MAX_WAITING_BYTES)
 
     def begin(self) -> None:
         """Prepare the file for the first record; after a resume this drops records past the first new step."""
@@ -82,7 +83,11 @@ class RecordFile:
 
     def append_row(self, row: Mapping[str, Any]) -> None:
         """Append a line of JSON; columns are lists in it. Never waits."""
-        self._writer.add(json.dumps(row, default=json_list) + "\n")
+        self.append_line(json.dumps(row, default=json_list))
+
+    def append_line(self, line: str) -> None:
+        """Append a line of text. Never waits."""
+        self._writer.add(line + "\n")
         self._writer.begin()
 
     async def flush(self) -> None:

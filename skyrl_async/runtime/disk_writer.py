@@ -136,5 +136,5 @@ class DiskWriter(Generic[T]):
     def _say(self, what: str) -> None:
         """Log once until writing succeeds."""
         if what not in self._said:
+            self._said.add(what)  # first, because the items may be lines of the log
             logger.warning("%s %s (%s)", self._what, what, self._path)
-        self._said.add(what)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import math
@@ -304,10 +305,51 @@ def test_a_disk_that_hangs_under_the_figures_and_the_trace_costs_no_run(
     assert written[1] == [f"step {step}" for step in range(1, len(written[1]) + 1)]
 
 
-def test_a_log_file_on_a_full_disk_is_reported_once_and_is_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Noticed(io.StringIO):
+    """A text stream that tells when it has been written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_text = threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self.has_text.set()
+        return written
+
+
+def test_a_log_file_on_a_full_disk_is_reported_once_and_has_its_lines_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with run_logging(tmp_path / "run.log", "INFO"), files_of_at_most(0):
-        for number in range(3):
+    monkeypatch.setattr("sys.stderr", stderr := Noticed())
+    with run_logging(tmp_path / "run.log", "INFO"):
+        with files_of_at_most(0):
+            for number in range(3):
+                logging.getLogger("late").info("line %d", number)
+            assert stderr.has_text.wait(PATIENCE_S)
+        logging.getLogger("late").info("line 3")
+    said = f"lines of the log cannot be written: File too large; they are tried again ({tmp_path / 'run.log'})"
+    assert stderr.getvalue() == f"WARNING {said}\n"
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [line[-6:] for line in lines if " late: " in line] == [f"line {number}" for number in range(4)]
+    assert sum(said in line for line in lines) == 1
+
+
+def test_a_disk_that_hangs_under_the_log_or_tensorboard_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log is a pipe that nobody reads; the event file does not come back from a flush."""
+    monkeypatch.setattr("skyrl_async.runtime.disk_writer._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("skyrl_async.metrics.tracker.MAX_WAITING_BYTES", 2_000)
+    os.mkfifo(tmp_path / "run.log")
+    sink, is_back = TensorBoardSink(tmp_path / "events"), threading.Event()
+    monkeypatch.setattr(sink._file, "flush", is_back.wait)
+    with run_logging(tmp_path / "run.log", "INFO"):
+        for number in range(100):
             logging.getLogger("lost").info("line %d", number)
-    assert capsys.readouterr().err == f"WARNING {tmp_path / 'run.log'} loses lines: [Errno 27] File too large\n"
+            sink.log(number, {"reward/mean": 1.0})
+        sink.close()
+    said = capsys.readouterr().err
+    assert said.count("lines of the log are left out: the disk does not keep up with them") == 1
+    assert said.count("the last TensorBoard values are not yet in") == 1
+    is_back.set()

@@ -59,6 +59,14 @@ def written(run_dir: Path, *groups: EndedGroup, **settings: Any) -> list[dict[st
     return read_samples(run_dir).to_pylist()
 
 
+def test_advantages_of_tokens_are_a_column_and_their_mean_a_figure(tmp_path: Path) -> None:
+    advantages = np.array([0.5, 9.0, -1.0], np.float32)
+    group = replace(ended("a", 3).group, trajectories=(row(),), advantages=(advantages,))
+    (found,) = written(tmp_path, EndedGroup(group=group, outcome=Outcome.TRAINED, step=3))
+    assert found["loss_mask"] == [True, False, True]
+    assert (found["advantages"], found["advantage"]) == ([0.5, 9.0, -1.0], -0.25)
+
+
 def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew(tmp_path: Path) -> None:
     known = row(ref_logprobs=(-1.0, 0.0, -2.0), old_logprobs=(-0.5, 0.0, -0.25), old_version=1, shaped_reward=0.5)
     group = replace(ended("a", 3).group, trajectories=(known,), advantages=(repeated(0.75, 3),))
@@ -69,6 +77,7 @@ def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew
     assert found["loss_mask"] == [True, False, True] and found["logprobs"] == [-0.5, 0.0, -0.5]
     assert found["ref_logprobs"] == [-1.0, 0.0, -2.0] and found["old_logprobs"] == [-0.5, 0.0, -0.25]
     assert [span["version"] for span in found["policy_versions"]] == [1, ENVIRONMENT_VERSION, 1]
+    assert found["advantages"] is None
     assert (found["outcome"], found["reason"], found["row"], found["branch"]) == ("trained", None, 0, 0)
 
 
