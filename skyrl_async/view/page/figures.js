@@ -211,7 +211,9 @@ function drawDifferences() {
   const what = rows.length ? el("div", { className: "card" }, el("table", {}, head, ...rows)) : el("p", { className: "soft" }, "The configurations are equal.");
   const unread = overview.runs.filter((run) => !run.has_settings).map((run) => run.name);
   const left = unread.length ? el("p", { className: "error" }, `config.yaml cannot be read, and is not compared: ${unread.join(", ")}`) : null;
-  byId("differences").replaceChildren(el("h2", {}, "What differs between the configurations"), ...(left ? [left] : []), what);
+  const tasks = overview.differences.find(({ key }) => key === "task.name");
+  const apart = tasks ? el("p", { className: "error" }, `The runs have different tasks (${tasks.values.join(", ")}): their rewards and lengths do not compare.`) : null;
+  byId("differences").replaceChildren(el("h2", {}, "What differs between the configurations"), ...[left, apart].filter(Boolean), what);
 }
 
 addEventListener("resize", later(150, () => {

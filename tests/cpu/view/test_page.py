@@ -177,6 +177,20 @@ def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, pag
         expect(page.locator("#differences table")).to_contain_text("training.lr")
         expect(page.locator("#differences td")).to_have_text(["training.lr", "0.001", "0.002"])
         expect(page.locator(".panel", has_text="Reward").locator(".legend b")).to_have_text(["0.8", "0.8"])
+        expect(page.locator("#differences .error")).to_have_count(0)
+
+
+def test_runs_of_different_tasks_are_said_not_to_compare(run_dir: Path, page: Page, tmp_path: Path) -> None:
+    runs = []
+    for name in ("relay", "trail"):
+        shutil.copytree(run_dir, run := tmp_path / name)
+        (run / "config.yaml").write_text(f"task:\n  name: {name}\n")
+        runs.append(run)
+    with served(*runs) as address:
+        page.goto(address)
+        expect(page.locator("#differences .error")).to_have_text(
+            "The runs have different tasks (relay, trail): their rewards and lengths do not compare."
+        )
 
 
 def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> None:
