@@ -47,7 +47,7 @@ class ModelledPolicy:
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
 
-    async def step(self, denominator: float) -> dict[str, float]:
+    async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Take the step's time."""
         await asyncio.sleep(self.step_seconds)
         self.steps.append([])

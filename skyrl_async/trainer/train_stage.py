@@ -13,10 +13,12 @@ from dataclasses import replace
 
 from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.algorithms.aggregation import Aggregation
+from skyrl_async.algorithms.guard import Guard
 from skyrl_async.columns import Logprobs
+from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.metrics.overlap import OverlapThroughput
-from skyrl_async.metrics.step import StepFigures
+from skyrl_async.metrics.step import StepFigures, effective_shares
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Lane, StageState
@@ -57,6 +59,7 @@ class TrainStage:
             max_seq_len=config.algorithm.max_seq_len,
             splits_samples=config.algorithm.split_sample_weight,
         )
+        self._guard = from_section(Guard, config.guard, scales_lr=config.guard.scale_lr_by_ess)
         self._policy = policy
         self._weight_update = weight_update
         self._lease = lease
@@ -196,9 +199,13 @@ class TrainStage:
         """Take the optimizer step after all gradients are added; returns the policy's values, by metric name."""
         version = figures.trained_version + 1
         self.is_torn = True
+        lr_scale = self._guard.lr_scale(effective_shares(figures.sums))
+        if not lr_scale:
+            logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
         with self._run.recorder.timed(figures, "optimizer_step", track="training"):
-            policy_values = await self._policy.step(figures.loss_denominator)
+            policy_values = await self._policy.step(figures.loss_denominator, lr_scale)
             _set_wait_apart(figures, "optimizer_step", policy_values)
+        policy_values["lr_scale"] = lr_scale
         await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._run.recorder.record_step(figures.trained_version, figures.groups)
         self.is_torn = False

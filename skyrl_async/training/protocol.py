@@ -37,11 +37,13 @@ class Policy(Protocol):
             ``LOGPROBS`` if the policy was made to return them (``TrainingSettings.returns_logprobs``).
         """
 
-    async def step(self, denominator: float) -> dict[str, float]:
+    async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Divide the accumulated gradients by ``denominator`` (> 0, see ``algorithms.aggregation``), clip, step, and clear.
 
-        Returns ``grad_norm`` (before clipping), ``lr``, and ``WAIT_SECONDS`` if the call waited. Raises ``TrainingError`` if the norm is
-        not finite.
+        ``lr_scale``, >= 0, multiplies the learning rate of this step. 0 refuses it: gradients are dropped, weights and moments stay.
+
+        Returns ``grad_norm`` (before clipping; 0 of a refused step), ``lr``, and ``WAIT_SECONDS`` if the call waited. Raises
+        ``TrainingError`` if the norm is not finite.
         """
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:

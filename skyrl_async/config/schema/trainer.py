@@ -47,6 +47,14 @@ class RefConfig:
 
 
 @dataclass
+class GuardConfig:
+    scale_lr_by_ess: bool = False
+    """Multiply a step's learning rate by the square root of policy/sequence_ess, which stale answers lower (VCPO)."""
+    min_ess: float = bounded(0.0, ge=0, lt=1)
+    """Refuse a step whose policy/sequence_ess is lower: its gradient is dropped and its groups count as trained. 0: none."""
+
+
+@dataclass
 class SamplesConfig:
     keep: str = "all"
     """Samples whose texts, tokens and log-probs are kept: all; the number of groups per step of each outcome (trained, filtered, failed,
@@ -125,6 +133,8 @@ class TrainerConfig:
     """Dynamic sampling, and SkyRL's names of two keys."""
     ref: RefConfig = field(default_factory=RefConfig)
     """The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What holds back a step whose answers are far from the policy."""
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """The record of every finished sample, in samples/ of the run's directory."""
     resume_mode: ResumeMode = ResumeMode.none

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ from skyrl_async.training.backends.state_files import read_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of Adam's moments."""
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step: parameters without a gradient are not stepped."""
+    optimizer.zero_grad(set_to_none=True)
+
+
+_Hook = Callable[..., None]
 
 
 class DeepSpeedBackend(ShardedBackend):
@@ -56,8 +64,8 @@ class DeepSpeedBackend(ShardedBackend):
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         self._has_gradients = True
 
-    def step(self, denominator: float) -> float:
-        """Divide gradients by ``denominator``, clip, step and clear.
+    def step(self, denominator: float, lr_scale: float = 1.0) -> float:
+        """Divide gradients by ``denominator``, clip, step and clear. As ``Policy.step``.
 
         Raises:
             TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
@@ -66,26 +74,27 @@ class DeepSpeedBackend(ShardedBackend):
             self._make_zero_gradients()
         self._has_gradients = False
         step = self._step_zero if self._deepspeed.zero_stage else self._step_replicated
-        norm = step(denominator)
+        self._scale_lr(lr_scale)
+        norm = step(denominator, () if lr_scale else (_drop_gradients,))
         if not math.isfinite(norm):
             raise TrainingError(
                 f"the gradient norm is not finite over {denominator:.0f} tokens at learning rate {self.lr:.3g}. Nothing was applied"
             )
         self._continue_after(self.version + 1)
-        return norm
+        return norm if lr_scale else 0.0
 
-    def _step_zero(self, denominator: float) -> float:
+    def _step_zero(self, denominator: float, hooks: Sequence[_Hook]) -> float:
         """Have DeepSpeed divide by ``denominator`` as its loss scale, which is 1 in every backward. It skips a step of infinite norm."""
         optimizer = self._engine.optimizer
         optimizer.loss_scale, optimizer.clip_grad = denominator, self._settings.max_grad_norm
         try:
-            self._engine.step()
+            self._take_step(hooks)
         finally:
             optimizer.loss_scale = 1.0
         return math.inf if optimizer.overflow else float(self._engine.get_global_grad_norm())
 
-    def _step_replicated(self, denominator: float) -> float:
-        """Divide and clip between DeepSpeed's reduction and torch's step. Parameters without a gradient are not stepped."""
+    def _step_replicated(self, denominator: float, hooks: Sequence[_Hook]) -> float:
+        """Divide and clip between DeepSpeed's reduction and torch's step."""
         norms = []
         limit = self._settings.max_grad_norm
 
@@ -95,17 +104,22 @@ class DeepSpeedBackend(ShardedBackend):
             norm = math.sqrt(torch.stack(torch._foreach_norm(gradients)).double().square().sum().item()) / denominator
             norms.append(norm)
             if not math.isfinite(norm):
-                optimizer.zero_grad(set_to_none=True)
+                _drop_gradients(optimizer)
                 return
             is_clipped = 0 < limit < norm
             torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
 
-        handle = self._optimizer.register_step_pre_hook(divide_and_clip)
+        self._take_step((divide_and_clip, *hooks))
+        return norms[0]
+
+    def _take_step(self, hooks: Sequence[_Hook]) -> None:
+        """Have DeepSpeed take its step, with ``hooks`` before torch's."""
+        handles = [self._optimizer.register_step_pre_hook(hook) for hook in hooks]
         try:
             self._engine.step()
         finally:
-            handle.remove()
-        return norms[0]
+            for handle in handles:
+                handle.remove()
 
     def _make_zero_gradients(self) -> None:
         """Let a mini-batch without gradients still move the parameters by Adam's momentum, as gradients of zero do."""

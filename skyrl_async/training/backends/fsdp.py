@@ -64,8 +64,8 @@ class FSDPBackend(ShardedBackend):
                 module.set_requires_gradient_sync(is_last, recurse=False)
         loss.backward()
 
-    def step(self, denominator: float) -> float:
-        """Divide gradients by ``denominator``, clip, step and clear.
+    def step(self, denominator: float, lr_scale: float = 1.0) -> float:
+        """Divide gradients by ``denominator``, clip, step and clear. As ``Policy.step``.
 
         Raises:
             TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
@@ -83,11 +83,13 @@ class FSDPBackend(ShardedBackend):
             )
         limit = self._settings.max_grad_norm
         is_clipped = 0 < limit < norm
-        torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
-        self._optimizer.step()
+        if lr_scale:
+            torch._foreach_mul_(gradients, (limit / norm if is_clipped else 1.0) / denominator)
+            self._scale_lr(lr_scale)
+            self._optimizer.step()
         self._continue_after(self.version + 1)
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
+        return norm if lr_scale else 0.0
 
     def _full(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         self._reshard()

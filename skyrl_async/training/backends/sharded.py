@@ -68,8 +68,8 @@ class ShardedBackend(ABC):
         """Accumulate the gradient of ``loss``, a sum over this rank's tokens; summed, not averaged, over the ranks."""
 
     @abstractmethod
-    def step(self, denominator: float) -> float:
-        """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping.
+    def step(self, denominator: float, lr_scale: float = 1.0) -> float:
+        """Divide gradients by ``denominator``, clip, step, clear; returns the norm before clipping. As ``Policy.step``.
 
         Raises:
             TrainingError: the norm is not finite; nothing is applied, and the gradients are cleared.
@@ -94,8 +94,12 @@ class ShardedBackend(ABC):
         """Set the version, and the learning rate of the step after ``num_steps``."""
         self.version = num_steps
         self.lr = self._settings.lr * lr_factor(num_steps, self._settings)
+        self._scale_lr(1.0)
+
+    def _scale_lr(self, scale: float) -> None:
+        """Have the next step take ``scale`` times the learning rate."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr * scale
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's full shape by Hugging Face name, with adapters merged."""

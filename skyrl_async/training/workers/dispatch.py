@@ -164,9 +164,9 @@ class PolicyOverRanks(ABC):
             figures[LOGPROBS] = _of_responses(trajectories, zip(rows, chain.from_iterable(logprobs), strict=True))
         return figures
 
-    async def step(self, denominator: float) -> dict[str, float]:
+    async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """As ``Policy``."""
-        figures: list[dict[str, float]] = await self._call("step", denominator)
+        figures: list[dict[str, float]] = await self._call("step", denominator, lr_scale)
         return figures[0]
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:

@@ -17,6 +17,7 @@ class StepCall:
     """One ``Policy.step``."""
 
     denominator: float
+    lr_scale: float
     grad_norm: float
     """The answer. Repeating the step must give the same."""
 
@@ -65,9 +66,9 @@ class CallJournal:
         """Append a ``forward_backward``."""
         self._calls.append(pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL))
 
-    def add_step(self, denominator: float, grad_norm: float) -> None:
+    def add_step(self, denominator: float, lr_scale: float, grad_norm: float) -> None:
         """Append a ``step``."""
-        self._calls.append(StepCall(denominator=denominator, grad_norm=grad_norm))
+        self._calls.append(StepCall(denominator=denominator, lr_scale=lr_scale, grad_norm=grad_norm))
 
     async def replay(self, policy: Policy) -> float:
         """Make the calls again, with floats equal to the last bit; returns the largest relative difference of a step's gradient norm."""
@@ -76,7 +77,7 @@ class CallJournal:
             if isinstance(call, bytes):
                 await policy.forward_backward(*pickle.loads(call))
             else:
-                grad_norm = (await policy.step(call.denominator))["grad_norm"]
+                grad_norm = (await policy.step(call.denominator, call.lr_scale))["grad_norm"]
                 difference = max(difference, abs(grad_norm - call.grad_norm) / max(abs(call.grad_norm), 1e-12))
         return difference
 

@@ -193,8 +193,8 @@ class PolicyRank:
         returned = {LOGPROBS: _by_row(logprobs.detach(), rows)} if self._settings.returns_logprobs else {}
         return figures | loss.figures() | {_TOTAL: loss.total.item()} | returned
 
-    def step(self, denominator: float) -> dict[str, float]:
-        """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``.
+    def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
+        """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``. As ``Policy.step``.
 
         Raises:
             TrainingError: there are no tokens, or the gradient is not finite. Nothing is applied.
@@ -205,9 +205,9 @@ class PolicyRank:
                 "its answers are empty, or all of them were abandoned"
             )
         self._require_training("step")
-        lr = self._backend.lr
+        lr = self._backend.lr * lr_scale
         try:
-            grad_norm = self._backend.step(float(denominator))
+            grad_norm = self._backend.step(float(denominator), lr_scale)
         except TrainingError as error:
             raise TrainingError(f"{error}. {self._trained_rows.save()}") from error
         finally:

@@ -205,13 +205,13 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
             self._journal.add_gradients(trajectories, advantages, version)
         return figures
 
-    async def step(self, denominator: float) -> dict[str, float]:
+    async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """As ``Policy``."""
         if self._gathered is not None:
             self._gathered.is_current = False
-        figures = await self._timed_call("step", lambda p: p.step(denominator))
+        figures = await self._timed_call("step", lambda p: p.step(denominator, lr_scale))
         if not self._why_not:
-            self._journal.add_step(denominator, figures["grad_norm"])
+            self._journal.add_step(denominator, lr_scale, figures["grad_norm"])
             if self._journal.is_full:
                 await self._replace_journal()
         return figures

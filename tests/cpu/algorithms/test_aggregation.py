@@ -185,9 +185,9 @@ def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_
         simulation = Simulation(settings)
         step = simulation.policy.step
 
-        async def noted(denominator: float) -> dict[str, float]:
+        async def noted(denominator: float, *lr_scale: float) -> dict[str, float]:
             denominators.append(denominator)
-            return await step(denominator)
+            return await step(denominator, *lr_scale)
 
         simulation.policy.step = noted
         await simulation.trainer.run()

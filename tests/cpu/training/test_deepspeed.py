@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyrl_async.composition.logprobs import training_settings
@@ -299,3 +300,25 @@ class TestKeys:
         nvme = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/scratch"}}}
         zero = engine_config(settings, nvme, num_ranks=1)["zero_optimization"]
         assert zero["offload_param"]["device"] == "nvme" and zero["offload_optimizer"]["device"] == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [None, *STAGES])
+async def test_a_refused_step_leaves_weights_and_moments_and_a_scaled_one_goes_part_of_the_way(
+    make: Make, stage: int | None, tmp_path: Path
+) -> None:
+    rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+
+    async def after(*scales: float) -> dict[str, Tensor]:
+        policy = make(stage)
+        for scale in scales:
+            await policy.forward_backward(rows, values, 0)
+            figures = await policy.step(num_tokens(rows), scale)
+            assert (figures["grad_norm"] == 0) == (scale == 0)
+            assert figures["lr"] == pytest.approx(1e-2 * scale)
+        return await weights(policy, tmp_path / "-".join(map(str, scales)))
+
+    whole, half, start = await after(1.0), await after(0.5), await after(0.0)
+    assert_close(await after(0.0, 1.0), whole)
+    assert_close(half, {name: (whole[name] + begin) / 2 for name, begin in start.items()}, atol=1e-6)
+    assert any(not torch.equal(whole[name], begin) for name, begin in start.items())

@@ -105,7 +105,7 @@ class ModelledWorkers:
 
         return await self.call(act)
 
-    async def step(self, num_tokens: float) -> dict[str, float]:
+    async def step(self, num_tokens: float, lr_scale: float = 1.0) -> dict[str, float]:
         def act() -> dict[str, float]:
             self.weights.append([self.gradients, num_tokens])
             self.gradients = []
@@ -304,7 +304,7 @@ async def started(scripted: Scripted, directory: Path, **changes: Any) -> Recove
     [TrainingError("the gradient norm is nan"), CheckpointError("is of another model"), ValueError("advantages")],
 )
 async def test_what_new_workers_cannot_mend_is_raised_at_once(tmp_path: Path, error: Exception) -> None:
-    async def step(num_tokens: float) -> dict[str, float]:
+    async def step(num_tokens: float, lr_scale: float = 1.0) -> dict[str, float]:
         raise error
 
     scripted = Scripted(step=step)
@@ -428,7 +428,7 @@ async def test_a_cancelled_recovery_starts_anew_and_nobody_uses_half_restored_wo
     script, is_replaying, is_cut_off = FailureScript(), asyncio.Event(), False
 
     class Slow(ModelledWorkers):
-        async def step(self, num_tokens: float) -> dict[str, float]:
+        async def step(self, num_tokens: float, lr_scale: float = 1.0) -> dict[str, float]:
             if script.num_calls > 5 and not is_cut_off:
                 is_replaying.set()
                 await asyncio.Event().wait()
@@ -531,7 +531,7 @@ def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_
     assert journal.last_step == 0 and not journal.is_full
     for number in range(3):
         journal.add_gradients(one_row(number), [1 / 3], number)
-    journal.add_step(3, 0.5)
+    journal.add_step(3, 1.0, 0.5)
     position = journal.last_step
     journal.add_gradients(one_row(7), [-1 / 7], 1)
     assert (len(journal), journal.num_steps, position) == (5, 1, 4)
