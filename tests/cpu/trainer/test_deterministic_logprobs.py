@@ -153,10 +153,10 @@ def test_contract_7_a_resumed_run_with_both_kinds_of_log_probs_has_the_losses_an
     def until_step_2(running: Running):
         step = running.policy.step
 
-        async def dying(num_tokens: float) -> dict[str, float]:
+        async def dying(num_tokens: float, *lr_scale: float) -> dict[str, float]:
             if running.trainer.served_version == 1:
                 raise KeyboardInterrupt
-            return await step(num_tokens)
+            return await step(num_tokens, *lr_scale)
 
         running.policy.step = dying  # type: ignore[method-assign]
         return apart.before()(running)

@@ -431,10 +431,10 @@ def test_contract_7_a_resumed_run_has_the_losses_and_weights_of_one_that_was_not
     def die_in_step_2(running: Running) -> None:
         step = running.policy.step
 
-        async def dying(num_tokens: int) -> dict[str, float]:
+        async def dying(num_tokens: int, *lr_scale: float) -> dict[str, float]:
             if running.trainer.served_version == 1:
                 raise KeyboardInterrupt
-            return await step(num_tokens)
+            return await step(num_tokens, *lr_scale)
 
         running.policy.step = dying  # type: ignore[method-assign]
 

@@ -232,7 +232,7 @@ def test_a_failing_trainer_stops_generation_and_requeues_every_prompt() -> None:
     async def main() -> Simulation:
         simulation = Simulation(LONG_TAILED)
 
-        async def explode(num_tokens: int) -> dict[str, float]:
+        async def explode(num_tokens: int, *lr_scale: float) -> dict[str, float]:
             raise RuntimeError("boom")
 
         simulation.policy.step = explode
@@ -331,7 +331,7 @@ def test_contract_7_a_resumed_run_trains_what_an_uninterrupted_one_trains(tmp_pa
     async def interrupted() -> Simulation:
         simulation = Simulation(settings, checkpoint_dir=tmp_path)
 
-        async def die_at_step_5(num_tokens: int) -> dict[str, float]:
+        async def die_at_step_5(num_tokens: int, *lr_scale: float) -> dict[str, float]:
             if simulation.trainer.served_version == 4:
                 raise KeyboardInterrupt
             simulation.policy.steps.append([])

@@ -157,8 +157,8 @@ def test_unpublished_steps_count_for_the_lag_of_the_engines() -> None:
         seen = []
         step = simulation.policy.step
 
-        async def noting(num_tokens: float) -> dict[str, float]:
-            values = await step(num_tokens)
+        async def noting(num_tokens: float, *lr_scale: float) -> dict[str, float]:
+            values = await step(num_tokens, *lr_scale)
             seen.append(max(lag.steps for lag in simulation.publisher.lags().values()))
             return values
 
@@ -348,9 +348,9 @@ def test_a_publish_that_fails_beside_an_optimizer_step_cuts_it_not_off_and_the_s
         load, loop, step = simulation.publisher.load, asyncio.get_running_loop(), simulation.policy.step
         stepping = asyncio.Event()
 
-        async def told(num_tokens: float) -> dict[str, float]:
+        async def told(num_tokens: float, *lr_scale: float) -> dict[str, float]:
             stepping.set()
-            return await step(num_tokens)
+            return await step(num_tokens, *lr_scale)
 
         async def failing() -> object:
             if simulation.trainer.served_version == 2:
@@ -548,10 +548,10 @@ def test_a_stop_after_a_step_whose_publish_is_not_due_does_not_publish_it(tmp_pa
         simulation = Simulation(replace(ONE_STEP_OFF, publish_every_steps=2), checkpoint_dir=tmp_path, shutdown=stop)
         events, step = events_of(simulation), simulation.policy.step
 
-        async def last(num_tokens: float) -> dict[str, float]:
+        async def last(num_tokens: float, *lr_scale: float) -> dict[str, float]:
             if simulation.trainer.trained_version == 2:
                 stop.request(10.0)
-            return await step(num_tokens)
+            return await step(num_tokens, *lr_scale)
 
         simulation.policy.step = last
         await simulation.trainer.run()
