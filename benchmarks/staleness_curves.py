@@ -46,6 +46,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "none": _keys("ppo_clip"),
     "decoupled": _keys("decoupled_ppo", tis_ratio_type="token"),
     "token_tis": _keys("rollout_is", tis_ratio_type="token"),
+    "token_tis_guard": (*_keys("rollout_is", tis_ratio_type="token"), "trainer.guard.scale_lr_by_ess=true"),
     "sequence_tis": _keys("rollout_is", tis_ratio_type="sequence"),
     "mis": _keys(
         "rollout_is",
@@ -62,7 +63,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "opsm": _keys("ppo_clip", opsm_delta=0.01),
     "m2po": _keys("rollout_is", **_UNCAPPED, m2_threshold=0.04),
 }
-"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs."""
+"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size."""
 
 BOUNDS = (0, 1, 4, 8)
 _KEY = ("correction", "seed", "staleness", "policy", "steps")
