@@ -16,7 +16,6 @@ from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.settings import LossConstants
-from skyrl_async.columns import repeated
 from skyrl_async.config.schema.algorithm import LossReduction
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -100,7 +99,7 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
     leaves = [
         [(BEHAVIOR + torch.randn(r.num_sampled_tokens, generator=draw) / 4).requires_grad_() for r in g] for g in made
     ]
-    advantages = [torch.randn(len(g), generator=draw).tolist() for g in made]
+    advantages = [[torch.randn(len(r.response_token_ids), generator=draw) for r in g] for g in made]
 
     objective = Objective(policy_loss=RATIO_LOSS)
     aggregation = Aggregation(name=name, max_seq_len=MAX_SEQ_LEN, splits_samples=True)
@@ -109,7 +108,7 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
         weighted = aggregation(group)
         denominator += weighted.denominator
         rows = [
-            (Row(trajectory=r, advantages=repeated(a, len(r.response_token_ids))), leaf)
+            (Row(trajectory=r, advantages=a.numpy()), leaf)
             for r, a, leaf in zip(weighted.trajectories, of_group, of_leaf, strict=True)
             if r.num_sampled_tokens
         ]
@@ -126,8 +125,8 @@ def test_any_split_into_groups_ranks_and_micro_batches_gives_the_gradient_of_the
     loss = total / denominator
 
     def token_losses(group: int, index: int) -> Tensor:
-        leaf = leaves[group][index]
-        return -(leaf.detach() - BEHAVIOR).exp() * advantages[group][index] * leaf
+        leaf, of_trained = leaves[group][index], advantages[group][index][torch.tensor(made[group][index].loss_mask)]
+        return -(leaf.detach() - BEHAVIOR).exp() * of_trained * leaf
 
     kept = [g for g, of_group in enumerate(trained) if of_group]
     expected = REFERENCES[name](
