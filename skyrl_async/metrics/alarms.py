@@ -133,7 +133,7 @@ RULES = (
         metric="policy/ess",
         is_bad=lambda share, _: share < 0.5,
         says="Importance ratios leave an effective sample size of {value:.0%} of the tokens",
-        advice="Lower trainer.max_staleness_steps or training.lr, or set trainer.algorithm.off_policy_correction.",
+        advice="Lower trainer.max_staleness_steps or training.lr, or set trainer.guard.scale_lr_by_ess=true.",
         num_steps=3,
     ),
     Rule(
