@@ -36,7 +36,12 @@ class _LogFile(logging.Handler):
         self._file = RecordFile(path, what="lines of the log")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._file.append_line(self.format(record))
+        try:
+            line = self.format(record)
+        except Exception:  # a wrong call in any library is no reason to end a run
+            self.handleError(record)
+            return
+        self._file.append_line(line.encode(errors="backslashreplace").decode())
 
     def close(self) -> None:
         """Write the rest; a disk that hangs is left."""

@@ -335,6 +335,21 @@ def test_a_log_file_on_a_full_disk_is_reported_once_and_has_its_lines_when_there
     assert sum(said in line for line in lines) == 1
 
 
+def test_a_wrong_call_of_a_logger_and_half_a_character_cost_no_run_and_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as alone:
+        alone.setattr(logging.getLogger(), "handlers", [])  # pytest's own raises
+        with run_logging(tmp_path / "run.log", "INFO"):
+            logging.getLogger("sloppy").info("before")
+            logging.getLogger("sloppy").info("%d", "no number")
+            logging.getLogger("sloppy").info("half \udc80 a character")
+            logging.getLogger("sloppy").info("after")
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [line.partition(" sloppy: ")[2] for line in lines] == ["before", r"half \udc80 a character", "after"]
+    assert "no number" in capsys.readouterr().err
+
+
 def test_a_disk_that_hangs_under_the_log_or_tensorboard_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
