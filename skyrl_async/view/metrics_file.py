@@ -67,7 +67,8 @@ class MetricsFile:
             step = int(row["step"])
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self._path} is damaged: line {self.num_lines} is no line of metrics ({error}); take it out"
+                f"{self._path} is damaged, or not of skyrl_async: line {self.num_lines} is no line of metrics "
+                f"({f'it has no {error}' if isinstance(error, KeyError) else error}); take it out"
             ) from error
         index = self._index.setdefault(step, len(self._index))
         for engine, figures in (row.get("engines") or {}).items():

@@ -215,10 +215,11 @@ function drawDetail() {
     el("div", { className: "bar" }, el("label", {}, "colour tokens by", modes), el("span", { id: "scale", className: "scale" })),
     tree, body,
   );
+  const values = new Set(); // of the tokens of all that is shown
   for (const other of browse.isSide ? group : [sample]) {
     const card = el("div", { className: "card" }, figuresOf(other));
     body.append(card);
-    loadSample(other).then((whole) => drawTurns(card, whole), (error) => card.append(el("p", { className: "soft" }, error.message)));
+    loadSample(other).then((whole) => drawTurns(card, whole, values), (error) => card.append(el("p", { className: "soft" }, error.message)));
   }
   if (branches.length > 1) Promise.all(branches.map(loadSample)).then((rows) => drawTree(tree, rows), () => {});
 }
@@ -276,7 +277,7 @@ function tokensOf(whole) {
 
 const MOST_TOKENS = 4000;
 
-function drawTurns(card, whole) {
+function drawTurns(card, whole, values) {
   if (!whole.turns) {
     card.append(el("p", { className: "soft" }, whole.num_sampled_tokens === null ? "It has no tokens." : "Its text was not kept (trainer.samples.keep, trainer.samples.max_gb)."));
     return;
@@ -296,7 +297,8 @@ function drawTurns(card, whole) {
     card.append(el("details", {}, el("summary", {}, shown(name)), el("pre", {}, shown(text))));
   }
   if (whole.metrics) card.append(el("p", { className: "soft" }, `figures of the environment: ${shown(whole.metrics)}`));
-  drawScale(mode, tokens);
+  for (const value of tokens.map(mode.of)) if (value !== null) values.add(value);
+  if (card.isConnected) drawScale(mode, values);
 }
 
 function drawCall(call) {
@@ -336,13 +338,12 @@ function numbersOf(token) {
   return lines.join("\n");
 }
 
-function drawScale(mode, tokens) {
-  const values = tokens.map(mode.of).filter((value) => value !== null);
+function drawScale(mode, values) {
   const scale = byId("scale");
   if (mode === MODES.none) scale.replaceChildren();
-  else if (!values.length) scale.replaceChildren(["gap", "ratio"].includes(browse.mode) ? "No token has a value: it was not trained, or trainer.samples.keep=none." : "No token has a value.");
+  else if (!values.size) scale.replaceChildren(["gap", "ratio"].includes(browse.mode) ? "No token has a value: it was not trained, or trainer.samples.keep=none." : "No token has a value.");
   else {
-    const marks = mode.at || [...new Set(values)].slice(0, 12);
+    const marks = mode.at || [...values].sort((a, b) => a - b).slice(0, 12);
     scale.replaceChildren(...marks.map((value) => el("span", { style: { background: mode.color(value) } }, browse.mode === "version" ? `version ${value}` : number(value))));
   }
 }

@@ -237,6 +237,8 @@ def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> 
         expect(page.locator("#scale")).to_contain_text("-0.1")
         page.get_by_text("side by side").click()
         expect(page.locator(".side > .card")).to_have_count(3)
+        page.select_option("#mode", "version")
+        expect(page.locator("#scale span")).to_have_text(["version 1", "version 2"])
 
 
 def test_a_rewritten_history_is_a_tree_of_branches(run_dir: Path, page: Page) -> None:

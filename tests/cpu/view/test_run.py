@@ -78,7 +78,10 @@ def test_a_long_series_is_thinned_to_means_and_loses_no_rare_value(tmp_path: Pat
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(step(1)) + "\n{broken\n")
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged: line 2 is no line of metrics"):
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged, or not.*: line 2 is no line of metrics"):
+        MetricsFile(path).read()
+    path.write_text('{"_step": 1, "loss": 0.5}\n')
+    with pytest.raises(CheckpointError, match=r"line 1 is no line of metrics \(it has no 'step'\)"):
         MetricsFile(path).read()
 
 
