@@ -29,7 +29,7 @@ timeout_sec = 30.0
 
 [environment]
 build_timeout_sec = 60.0
-memory_mb = 512
+memory_mb = 1024
 storage_mb = 256
 """
 DOCKERFILE = "FROM debian:12-slim\nWORKDIR /app\nCOPY files/ ./\n"

@@ -8,9 +8,9 @@ and is started again if it dies. Does not know how Harbor plays.
 """
 
 import asyncio
+import json
 import logging
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,31 @@ from skyrl_async.errors import EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.generator import DIRECTORY_MARK
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward
+from skyrl_async.harbor.agents import agent_config, harbor_name, install_programs, with_programs
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harnesses.install import Say
-from skyrl_async.harnesses.registry import HARNESSES
-from skyrl_async.harnesses.shipped import install
 from skyrl_async.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 OTHER_STAGES_S = 3600.0
 """Longest time beside the agent's. Harbor keeps its own limits of set-up (task.toml) and verifier; this one is for a runner that hangs."""
-_SHIPPED = ("codex",)
-"""Harbor's agents that run in the environment, with the programs of the shipped harness of that name."""
 _OF_ENVIRONMENT = ("environment_setup", "agent_setup")
+_REWARDS_FILE = "rewards.json"
+"""In a sample's directory: what the verifier gave, although the agent failed."""
 
 
 class VerifierReward:
-    """A ``RewardSource`` for what a trial left without a reward: a verifier has judged all others."""
+    """A ``RewardSource`` for agents that a cap of their session has stopped: what the verifier gave for their work until then."""
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
-        """Raises ``GenerationError``."""
-        raise GenerationError(f"the verifier of {prompt.uid} gave no reward: {episode.failure}")
+        """Raises ``GenerationError`` if it gave nothing."""
+        try:
+            rewards = json.loads((episode.working_dir / _REWARDS_FILE).read_text())
+        except FileNotFoundError as error:
+            raise GenerationError(f"the verifier of {prompt.uid} gave no reward: {episode.failure}") from error
+        return EpisodeReward(reward=_reward(rewards))
 
 
 class HarborTrials:
@@ -86,16 +89,18 @@ class HarborTrials:
         found = await runner.play(self._trial(task))
         metrics = {f"timing/{stage}": seconds for stage, seconds in found["seconds"].items()}
         metrics["agent/timeouts"] = float(found["is_late"])  # it is judged for what it did
+        metrics["agent/errors"] = float(found["has_error"])  # the same
+        rewards = found["rewards"]
         if (failure := found["failure"]) is not None:
             stage, words = failure["stage"], f"{failure['type']}: {_without_names(failure['message'], task)}"
             kind = EnvironmentFailedError if stage in _OF_ENVIRONMENT else GenerationError
+            if rewards:
+                (task.working_dir / _REWARDS_FILE).write_text(json.dumps(rewards))
             raise kind(f"the trial failed in its {stage.replace('_', ' ')}: {words}")
-        rewards = found["rewards"]
-        if rewards is None:
+        if not rewards:
             raise GenerationError("the trial ended without a reward")
-        reward = rewards.get("reward", sum(rewards.values()) / len(rewards))
         others = {f"reward/{name}": float(value) for name, value in rewards.items() if name != "reward"}
-        return AgentResult(reward=float(reward), metrics=metrics | others, logs=found["logs"])
+        return AgentResult(reward=_reward(rewards), metrics=metrics | others, logs=found["logs"])
 
     async def close(self) -> None:
         """End the runner with all trials that still run."""
@@ -119,37 +124,36 @@ class HarborTrials:
         kwargs = dict(self._settings.environment_kwargs)
         if self._settings.environment == "local":
             kwargs |= {"base": str(place / "base"), "forwarded": [(port, url.hostname, port)]}
-        name = {"import_path": self._agent} if ":" in self._agent else {"name": self._agent}
+        agent = agent_config(self._agent, task)
+        agent["kwargs"] |= self._settings.agent_kwargs
         return {
             "task": task.extras[TASK_COLUMN],
             "trials_dir": str(place),
             "environment": self._settings.environment,
             "environment_kwargs": kwargs,
-            "agent": {
-                **name,
-                "model_name": f"openai/{task.model}",
-                "base_url": task.base_url,
-                "kwargs": dict(self._settings.agent_kwargs),
-                "env": _endpoint_variables(task),
-                "max_timeout_sec": self._agent_timeout_s,
-            },
+            "agent": {**agent, "max_timeout_sec": self._agent_timeout_s},
         }
 
 
 def check_harbor(settings: GeneratorConfig, cache_dir: Path, say: Say) -> None:
-    """Install Harbor where it is missing. Raises ``ConfigError`` for an agent or an environment that it does not know."""
+    """Install Harbor, and the agent's programs, where they are missing.
+
+    Raises ``ConfigError``, also for an agent or an environment that Harbor does not know.
+    """
     python = harbor_python(settings.harbor.python, cache_dir=cache_dir, say=say)
-    check_names(python, str(settings.harness), settings.harbor.environment)
+    agent = harbor_name(str(settings.harness))
+    check_names(python, agent, settings.harbor.environment)
+    if settings.harbor.environment == "local":
+        install_programs(agent, cache_dir, say)
 
 
 def harbor_harness(
     settings: GeneratorConfig, cache_dir: Path, run_dir: Path | None
 ) -> tuple[HarborTrials, GeneratorConfig]:
     """Return the harness, and the settings of the generator that runs it: its limits are of whole trials, the runner's of agents."""
-    harbor, agent = settings.harbor, settings.harness
-    assert agent is not None
-    if harbor.environment == "local" and agent in _SHIPPED:
-        harbor = _with_programs(harbor, agent, cache_dir)
+    harbor, agent = settings.harbor, harbor_name(str(settings.harness))
+    if harbor.environment == "local" and (bin_dir := install_programs(agent, cache_dir, logger.info)) is not None:
+        harbor = with_programs(harbor, agent, bin_dir)
     trials = HarborTrials(
         harbor,
         agent,
@@ -166,35 +170,10 @@ def harbor_harness(
     return trials, of_trials
 
 
-def _with_programs(settings: HarborConfig, name: str, cache_dir: Path) -> HarborConfig:
-    """The settings with the harness's programs in every sandbox: Harbor would install them there from the internet."""
-    bin_dir = install(HARNESSES[name], cache_dir, logger.info)
-    places = {
-        bin_dir.parent.parent: "/opt/harness",
-        Path(str(shutil.which("node"))).resolve().parent.parent: "/opt/node",
-    }
-    kwargs = {
-        "read_only": [(str(place), target) for place, target in places.items() if not place.is_relative_to("/usr")],
-        "path_prefix": "/opt/harness/node_modules/.bin:/opt/node/bin:",
-    }
-    return replace(
-        settings,
-        environment_kwargs=kwargs | settings.environment_kwargs,
-        agent_kwargs={"skip_install": True} | settings.agent_kwargs,
-    )
+def _reward(rewards: dict[str, float]) -> float:
+    return float(rewards.get("reward", sum(rewards.values()) / len(rewards)))
 
 
 def _without_names(message: str, task: AgentTask) -> str:
     """The message without what differs from trial to trial, so that equal reasons are counted together."""
     return re.sub(rf"{re.escape(str(task.working_dir.absolute()))}/[\w.-]+", "the trial", message)
-
-
-def _endpoint_variables(task: AgentTask) -> dict[str, str]:
-    root = task.base_url.removesuffix("/v1")
-    return {
-        "OPENAI_BASE_URL": task.base_url,
-        "OPENAI_API_BASE": task.base_url,
-        "OPENAI_API_KEY": task.api_key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": task.api_key,
-    }

@@ -124,19 +124,17 @@ class _Adapter:
             made.mkdir(mode=0o700)
         (directory / ".gitignore").write_text("*\n")  # the agent's work may be a repository
         prompt.write_text(prompt_text(task.messages), encoding="utf-8")
-        max_tokens = min(task.sampling.max_tokens, task.max_model_len // 4)
         added = {
             "HOME": str(home),
             "TMPDIR": str(tmp),
             "HARNESS_BIN": str(self._bin_dir),
             "HARNESS_PROMPT": str(prompt),
-            "HARNESS_MAX_TOKENS": str(max_tokens),
-            "HARNESS_COMPACT_TOKENS": str(int(_COMPACT_AT * (task.max_model_len - max_tokens))),
+            **limits_of(task),
             **dict.fromkeys(_OF_THE_TRAINER, ""),
         }
         known = {**environment, **added}
-        added |= {name: _filled(text, known) for name, text in self._harness.variables.items()}
-        _write_files(home, {name: _filled(text, known) for name, text in self._harness.files.items()})
+        added |= {name: filled(text, known) for name, text in self._harness.variables.items()}
+        _write_files(home, {name: filled(text, known) for name, text in self._harness.files.items()})
         _write_files(task.working_dir, task.extras.get("files") or {})
         return added
 
@@ -161,6 +159,20 @@ def prompt_text(messages: Sequence[Message]) -> str:
 def tool_call(name: str, **arguments: object) -> str:
     """A call as the chat template of tiny policies has it, and many others: hermes."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def limits_of(task: AgentTask) -> dict[str, str]:
+    """Variables of the answers' and the history's length."""
+    max_tokens = min(task.sampling.max_tokens, task.max_model_len // 4)
+    return {
+        "HARNESS_MAX_TOKENS": str(max_tokens),
+        "HARNESS_COMPACT_TOKENS": str(int(_COMPACT_AT * (task.max_model_len - max_tokens))),
+    }
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with ``$NAME`` replaced where the name is known."""
+    return string.Template(text).safe_substitute(values)
 
 
 def json_lines(stdout: str) -> Iterator[dict[str, Any]]:
@@ -196,10 +208,6 @@ def _write_files(directory: Path, files: Mapping[str, str]) -> None:
             raise GenerationError(f"a row's files must be texts by paths below the working directory, got {name!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    return string.Template(text).safe_substitute(values)
 
 
 def _check_node(name: str, lowest: int) -> None:

@@ -22,16 +22,19 @@ from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
 from skyrl_async.config.schema.run import Config
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
-from skyrl_async.errors import EnvironmentFailedError
+from skyrl_async.errors import ConfigError, EnvironmentFailedError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.harbor.__main__ import main as check_tasks
 from skyrl_async.harbor.tasks import load_tasks
 from skyrl_async.harbor.trials import VerifierReward, harbor_harness
+from skyrl_async.harnesses.registry import HARNESSES
+from skyrl_async.harnesses.shipped import install, tool_call
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.types import Prompt, SamplingParams
 from tests.patience import PATIENCE_S
 
+CACHE_DIR = Path(Config().cache_dir)
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="Terminus-2 needs tmux")
 
 
@@ -59,12 +62,19 @@ def prompt_of(directory: Path, name: str) -> Prompt:
 
 
 @asynccontextmanager
-async def trials(script: Script, *, limits: SessionLimits | None = None) -> AsyncIterator[AgentGenerator]:
+async def trials(
+    script: Script, *, agent: str = "terminus-2", limits: SessionLimits | None = None
+) -> AsyncIterator[AgentGenerator]:
     """What ``task=harbor generator=agent generator.harness=terminus-2`` makes, over a scripted policy."""
     key = secrets.token_urlsafe()
-    settings = GeneratorConfig(harness="terminus-2", agent_timeout_s=PATIENCE_S, harbor=HarborConfig())
-    harness, settings = harbor_harness(settings, Path(Config().cache_dir), None)
-    app = make_app(script, controller_key=key, session_settings=SessionSettings(limits=limits) if limits else None)
+    settings = GeneratorConfig(harness=agent, agent_timeout_s=PATIENCE_S, harbor=HarborConfig())
+    harness, settings = harbor_harness(settings, CACHE_DIR, None)
+    app = make_app(
+        script,
+        controller_key=key,
+        session_settings=SessionSettings(limits=limits) if limits else None,
+        max_model_len=100_000,
+    )
     async with start_server(app) as (host, port):
         generator = make_agent_generator(
             settings,
@@ -105,6 +115,38 @@ async def test_terminus_2_is_rewarded_by_the_verifier_and_its_tokens_are_one_row
     assert [(row.reward, row.is_abandoned) for row in failed] == [(0.0, False)] * 2
     stages = ("environment_setup", "agent_setup", "agent_execution", "verifier")
     assert all(row.metrics[f"timing/{stage}"] > 0 for row in solved for stage in stages)
+
+
+SHELL = "cut -d' ' -f1 access.log | sort -u | wc -l > visitors.txt"
+END = tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+INSIDE = {
+    "codex": (tool_call("exec_command", cmd=SHELL), "Done."),
+    "claude-code": (tool_call("Bash", command=SHELL, description="Counts"), "Done."),
+    "opencode": (tool_call("bash", command=SHELL, description="Counts"), "Done."),
+    "qwen-code": (tool_call("run_shell_command", command=SHELL, description="Counts", is_background=False), "Done."),
+    "mini-swe-agent": (f"I count.\n{tool_call('bash', command=SHELL)}", f"I end.\n{END}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSIDE)
+async def test_a_program_works_inside_the_sandbox_and_asks_the_policy_alone(
+    name: str, directory: Path, authorities: None
+) -> None:
+    try:
+        install(HARNESSES[name], CACHE_DIR, lambda _: None)
+    except ConfigError as error:
+        pytest.skip(f"{name} could not be installed: {str(error)[-500:]}")
+    prompt = prompt_of(directory, "visitors-0")
+    async with trials(in_turn(*INSIDE[name]), agent=name) as generator:
+        (row,) = await generator.generate(request(prompt))
+    assert (row.reward, row.num_turns, row.is_abandoned, row.is_truncated) == (1.0, 2, False, False)
+    assert row.metrics["agent/errors"] == 0.0
+    if name == "opencode":  # whose first request is for a title
+        return
+    async with trials(in_turn(*INSIDE[name]), agent=name, limits=SessionLimits(max_turns=1)) as generator:
+        (row,) = await generator.generate(request(prompt))  # it ends with an error, and is judged
+    assert (row.reward, row.num_turns, row.is_abandoned, row.is_truncated) == (1.0, 1, False, True)
 
 
 @needs_tmux

@@ -191,6 +191,15 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
     """The whole environment of a program."""
     return {
         **passed_environment(),
+        **session_variables(task),
+        "SKYRL_TASK_FILE": str(task_file),
+        "SKYRL_RESULT_FILE": str(result_file),
+    }
+
+
+def session_variables(task: AgentTask) -> dict[str, str]:
+    """The variables by which a program finds the task's session."""
+    return {
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_BASE": task.base_url,
         "OPENAI_API_KEY": task.api_key,
@@ -198,8 +207,6 @@ def agent_environment(task: AgentTask, task_file: Path, result_file: Path) -> di
         "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": task.api_key,
         "ANTHROPIC_MODEL": task.model,
-        "SKYRL_TASK_FILE": str(task_file),
-        "SKYRL_RESULT_FILE": str(result_file),
         "SKYRL_MAX_MODEL_LEN": str(task.max_model_len),
     }
 

@@ -26,8 +26,11 @@ _STAGES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 _OF_ENVIRONMENT = ("SandboxError", "HealthcheckError", "AddTestsDirError", "DownloadVerifierDirError")
 """Errors that are the environment's in whatever stage they come."""
 _AFTER_A_CAP = ("AgentAuthenticationError", "AuthenticationError", "PermissionDeniedError")
-"""Errors by which an agent ends whose session has reached a cap: it is judged for what it did."""
+"""Errors by which an agent may end whose session has reached a cap, and that Harbor would not grade."""
+_AGENT_ERROR, _MAX_ERROR_CHARS = "agent error", 2000
+"""The log of an agent that ended with an error, and was graded."""
 _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", "agent/*.pane")
+_NOTHING = {"rewards": None, "is_late": False, "has_error": False, "seconds": {}, "logs": {}}
 _MAX_LOGS, _LOG_TAIL_BYTES = 4, 2048
 _MAX_LINE_BYTES = 16 << 20
 _AGENT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -50,7 +53,7 @@ class TrialPlayer:
 
     async def play(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return how the trial ended: ``rewards`` or null, ``failure`` (stage, type, message) or null, whether the agent
-        ``is_late``, ``seconds`` by stage, ``logs``.
+        ``is_late`` or ``has_error``, ``seconds`` by stage, ``logs``. With both, the rewards count only for an agent that was stopped.
         """
         trial = await Trial.create(_config(asked))
         async with contextlib.AsyncExitStack() as running:
@@ -64,12 +67,14 @@ class TrialPlayer:
             trial.add_hook(TrialEvent.AGENT_START, begin)
             trial.add_hook(TrialEvent.AGENT_END, end)
             result = await trial.run()
+        types = [error.exception_type for error in result.recorded_exceptions()]
         return {
-            "rewards": result.verifier_result.rewards if result.reward_valid else None,
+            "rewards": result.verifier_result.rewards if result.verifier_result else None,
             "failure": _failure(result),
-            "is_late": any(error.exception_type == "AgentTimeoutError" for error in result.recorded_exceptions()),
+            "is_late": "AgentTimeoutError" in types,
+            "has_error": any(name != "AgentTimeoutError" for name in types),
             "seconds": _seconds(result),
-            "logs": _logs(trial.paths.trial_dir),
+            "logs": _agent_error(result) | _logs(trial.paths.trial_dir),
         }
 
 
@@ -79,7 +84,7 @@ def _config(asked: Mapping[str, Any]) -> TrialConfig:
     kind, kwargs = asked["environment"], asked["environment_kwargs"]
     environment = {"import_path": _LOCAL} if kind == "local" else {"type": kind}
     not_graded = ErrorPolicyOverride(should_grade=False, has_valid_reward=False)
-    graded = ErrorPolicyOverride(should_grade=True, has_valid_reward=True)
+    graded = ErrorPolicyOverride(should_grade=True)
     return TrialConfig(
         task=TaskConfig(path=Path(asked["task"])),
         trials_dir=Path(asked["trials_dir"]),
@@ -95,13 +100,23 @@ def _failure(result: TrialResult) -> dict[str, str] | None:
     if not errors or (result.reward_valid and result.verifier_result is not None):
         return None
     first = errors[0]
-    reached = [name for name in _STAGES if getattr(result, name) is not None]
-    stage = reached[-1] if reached else _STAGES[0]
+    begun = [name for name in _STAGES if (start := _start(result, name)) is not None and start <= first.occurred_at]
+    stage = begun[-1] if begun else _STAGES[0]
     if first.exception_type in _OF_ENVIRONMENT:
         stage = _STAGES[0]
     causes = [line for line in first.exception_traceback.splitlines() if ".SandboxError: " in line]
     cause = f" ({causes[-1].partition('.SandboxError: ')[2]})" if causes else ""
     return {"stage": stage, "type": first.exception_type, "message": first.exception_message + cause}
+
+
+def _start(result: TrialResult, stage: str) -> datetime | None:
+    span = getattr(result, stage)
+    return None if span is None else span.started_at
+
+
+def _agent_error(result: TrialResult) -> dict[str, str]:
+    words = [error.exception_message for error in result.recorded_exceptions()]
+    return {_AGENT_ERROR: words[0][-_MAX_ERROR_CHARS:]} if words else {}
 
 
 def _seconds(result: TrialResult) -> dict[str, float]:
@@ -143,7 +158,7 @@ async def serve(max_agents: int | None, output: BinaryIO) -> None:
             say({"id": number, **await player.play(trial)})
         except Exception as error:  # a task of the user's may fail in any way: told, and the others go on
             failure = {"stage": _STAGES[0], "type": type(error).__name__, "message": str(error)}
-            say({"id": number, "rewards": None, "failure": failure, "is_late": False, "seconds": {}, "logs": {}})
+            say({"id": number, **_NOTHING, "failure": failure})
         finally:
             del playing[number]
 
