@@ -8,7 +8,10 @@ import json
 from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.types import Prompt
 
-SETTINGS = {"command": "uv run --script examples/verifiers_env/harness.py"}
+SETTINGS = {
+    "harness": "verifiers",
+    "harness_args": ["--harness", "null", "--play", "examples/verifiers_env/environment.py"],
+}
 
 
 def reward(prompt: Prompt, episode: AgentEpisode) -> float:

@@ -24,7 +24,12 @@ def table(cache_dir: Path) -> str:
     """A line for each harness."""
     rows = [("NAME", "VERSION", "ROUTE", "INSTALLED")]
     rows += [
-        (one.name, one.version, one.wire, "yes" if is_installed(one.name, one.packages, cache_dir) else "no")
+        (
+            one.name,
+            one.version,
+            one.wire,
+            "yes" if is_installed(one.environment or one.name, one.packages, cache_dir) else "no",
+        )
         for one in HARNESSES.values()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

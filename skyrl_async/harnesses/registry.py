@@ -15,13 +15,14 @@ from skyrl_async.harnesses import (
     opencode,
     qwen_code,
     terminus_2,
+    verifiers,
 )
 from skyrl_async.harnesses.install import Say
 from skyrl_async.harnesses.shipped import ShippedHarness, install, shipped_harness
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (codex, claude_code, opencode, qwen_code, mini_swe_agent, terminus_2, openai_agents)
+_MODULES = (codex, claude_code, opencode, qwen_code, mini_swe_agent, terminus_2, openai_agents, verifiers)
 HARNESSES: dict[str, ShippedHarness] = {module.HARNESS.name: module.HARNESS for module in _MODULES}
 
 

@@ -76,6 +76,8 @@ class ShippedHarness:
     """Lowest major version of Node.js that it runs with."""
     needs: tuple[str, ...] = ()
     """Further programs, which have to be on PATH."""
+    environment: str | None = None
+    """Name of its environment where others use it too; None: the harness's."""
 
     @property
     def version(self) -> str:
@@ -94,7 +96,7 @@ def install(harness: ShippedHarness, cache_dir: Path, say: Say) -> Path:
             raise ConfigError(
                 f"generator.harness={harness.name} needs {program}, which was not found: install {program}"
             )
-    return environment_of(harness.name, harness.packages, cache_dir=cache_dir, say=say)
+    return environment_of(harness.environment or harness.name, harness.packages, cache_dir=cache_dir, say=say)
 
 
 def shipped_harness(

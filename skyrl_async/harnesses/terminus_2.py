@@ -27,6 +27,7 @@ def _turn(analysis: str, *keystrokes: str, is_complete: bool = False) -> str:
 HARNESS = ShippedHarness(
     name="terminus-2",
     packages=HARBOR,
+    environment="harbor",
     wire="/v1/chat/completions",
     needs=("tmux", "bash"),
     command=f'"$HARNESS_BIN/python" "{PROGRAMS}/terminus_2.py"',

@@ -33,7 +33,7 @@ def programs(authorities: None) -> Callable[[str], Path]:
         for program in (*npm, *harness.needs):
             if shutil.which(program) is None:
                 pytest.skip(f"{program} is not installed")
-        was_there = is_installed(name, harness.packages, CACHE_DIR)
+        was_there = is_installed(harness.environment or name, harness.packages, CACHE_DIR)
         try:
             return install(harness, CACHE_DIR, lambda _: None)
         except ConfigError as error:

@@ -30,7 +30,7 @@ _AFTER_A_CAP = ("AgentAuthenticationError", "AuthenticationError", "PermissionDe
 _AGENT_ERROR, _MAX_ERROR_CHARS = "agent error", 2000
 """The log of an agent that ended with an error, and was graded."""
 _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", "agent/*.pane")
-_NOTHING = {"rewards": None, "is_late": False, "has_error": False, "seconds": {}, "logs": {}}
+_NOTHING: dict[str, Any] = {"rewards": None, "is_late": False, "has_error": False, "seconds": {}, "logs": {}}
 _MAX_LOGS, _LOG_TAIL_BYTES = 4, 2048
 _MAX_LINE_BYTES = 16 << 20
 _AGENT_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -1,22 +1,13 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["verifiers==0.4.0"]
-# [tool.uv]
-# exclude-newer = "2026-11-20T00:00:00Z"
-# ///
-"""An environment of verifiers, unmodified, played once: what ``generator.command`` runs.
+"""An environment of verifiers: what ``generator.harness=verifiers`` plays with ``--play``.
 
 A game of guessing: the environment says higher or lower, and its rubric pays for finding the number and for each guess saved.
 
-Flows in: the task file, and the address, key and model of a session, all by the environment. Flows out: the rubric's reward and
-metrics, as JSON. Needs nothing of skyrl_async.
+Flows in: a task, an agent that asks the policy, and where it runs. Flows out: the trace with the rubric's reward and metrics. Needs nothing
+of skyrl_async.
 """
 
-import asyncio
-import json
-import os
 import re
-from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 
@@ -69,9 +60,11 @@ def hint(guess: int | None, number: int) -> str:
     return "higher" if guess < number else "lower"
 
 
-async def play(task: GuessTask, agent: vf.Agent) -> vf.Trace:
+async def play(described: dict[str, Any], agent: vf.Agent, runtime: Any) -> vf.Trace:
     """One episode: guesses and hints until the number is found."""
-    async with agent.interaction(task) as interaction:
+    data = GuessData(prompt=described["messages"][-1]["content"], number=described["extras"]["number"])
+    task = GuessTask(data)
+    async with agent.interaction(task, runtime=runtime) as interaction:
         segment = await interaction.turn()
         for _ in range(MAX_GUESSES - 1):
             guess = guess_of(segment.last_reply)
@@ -79,30 +72,3 @@ async def play(task: GuessTask, agent: vf.Agent) -> vf.Trace:
                 break
             segment = await interaction.turn(hint(guess, task.data.number))
     return interaction.trace
-
-
-def make_agent() -> vf.Agent:
-    """The policy at the session's address, in verifiers' plain chat loop."""
-    return vf.make_agent(
-        vf.AgentConfig(
-            model=os.environ["OPENAI_MODEL"],
-            client=vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"),
-            harness={"id": "null"},
-            runtime=vf.SubprocessConfig(),
-        )
-    )
-
-
-def main() -> None:
-    """Play the task, and hand in what the rubric says."""
-    described = json.loads(Path(os.environ["SKYRL_TASK_FILE"]).read_text())
-    data = GuessData(prompt=described["messages"][-1]["content"], number=described["extras"]["number"])
-    trace = asyncio.run(play(GuessTask(data), make_agent()))
-    if not trace.ok:
-        raise SystemExit(f"the episode failed: {trace.errors}")
-    rubric = {"reward": trace.reward, "metrics": dict(trace.metrics)}
-    Path(os.environ["SKYRL_RESULT_FILE"]).write_text(json.dumps({"output": json.dumps(rubric)}))
-
-
-if __name__ == "__main__":
-    main()
