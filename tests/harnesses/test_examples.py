@@ -103,10 +103,11 @@ async def play_first(
     harness_args: Sequence[str] = (),
 ) -> tuple[tuple[Trajectory, ...], list[Exchange]]:
     """The training rows of an example's first task, and what its harness asked."""
+    others = {"command": command} if command else {"harness_args": list(harness_args)} if harness_args else {}
     async with scripted_endpoint(script, max_turns) as (url, exchanges):
         rows = await play(
             load_example(name)[0],
-            settings_of(name, **({"harness_args": list(harness_args)} if command is None else {"command": command})),
+            settings_of(name, **others),
             url=url,
             controller_key=CONTROLLER_KEY,
             num_samples=num_samples,

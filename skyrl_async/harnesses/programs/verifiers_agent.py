@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
@@ -58,15 +59,13 @@ def make_agent(harness: str) -> vf.Agent:
     )
 
 
-async def work(agent: vf.Agent, file: Path | None) -> vf.Trace:
-    """Let the agent work in the current directory: on the prompt, or in the environment of ``file``."""
+async def work(agent: vf.Agent, prompt: str, task: dict[str, Any], file: Path | None) -> vf.Trace:
+    """Let the agent work in the current directory: on the prompt, or on the task in the environment of ``file``."""
     runtime = WorkingDirectory(vf.SubprocessConfig())
     await runtime.start()
     try:
         if file is not None:
-            task = json.loads(Path(os.environ["SKYRL_TASK_FILE"]).read_text(encoding="utf-8"))
             return await runpy.run_path(str(file))["play"](task, agent, runtime)
-        prompt = Path(os.environ["HARNESS_PROMPT"]).read_text(encoding="utf-8")
         return await agent.run(vf.Task(vf.TaskData(prompt=prompt)), runtime=runtime)
     finally:
         await runtime.teardown()
@@ -78,7 +77,10 @@ def main() -> None:
     parser.add_argument("--harness", default="bash", help="of verifiers: bash, null, ...")
     parser.add_argument("--play", type=Path, metavar="FILE", help="Python file with an environment's function play")
     given = parser.parse_args()
-    trace = asyncio.run(work(make_agent(given.harness), given.play))
+    prompt, task = (
+        Path(os.environ[name]).read_text(encoding="utf-8") for name in ("HARNESS_PROMPT", "SKYRL_TASK_FILE")
+    )
+    trace = asyncio.run(work(make_agent(given.harness), prompt, json.loads(task), given.play))
     if not trace.ok:
         raise SystemExit(f"the episode failed: {trace.errors}")
     said = [message.content or "" for message in trace.assistant_messages]
