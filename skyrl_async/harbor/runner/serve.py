@@ -29,6 +29,7 @@ _AFTER_A_CAP = ("AgentAuthenticationError", "AuthenticationError", "PermissionDe
 """Errors by which an agent may end whose session has reached a cap, and that Harbor would not grade."""
 _AGENT_ERROR, _MAX_ERROR_CHARS = "agent error", 2000
 """The log of an agent that ended with an error, and was graded."""
+_MAX_REWARD_CHARS = 80
 _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", "agent/*.pane")
 _NOTHING: dict[str, Any] = {"rewards": None, "is_late": False, "has_error": False, "seconds": {}, "logs": {}}
 _MAX_LOGS, _LOG_TAIL_BYTES = 4, 2048
@@ -70,7 +71,7 @@ class TrialPlayer:
         types = [error.exception_type for error in result.recorded_exceptions()]
         return {
             "rewards": result.verifier_result.rewards if result.verifier_result else None,
-            "failure": _failure(result),
+            "failure": _failure(result, trial.paths.trial_dir),
             "is_late": "AgentTimeoutError" in types,
             "has_error": any(name != "AgentTimeoutError" for name in types),
             "seconds": _seconds(result),
@@ -94,7 +95,7 @@ def _config(asked: Mapping[str, Any]) -> TrialConfig:
     )
 
 
-def _failure(result: TrialResult) -> dict[str, str] | None:
+def _failure(result: TrialResult, trial_dir: Path) -> dict[str, str] | None:
     """The first error and the stage that it came in; None also for an agent's error after which the trial was graded."""
     errors = result.recorded_exceptions()
     if not errors or (result.reward_valid and result.verifier_result is not None):
@@ -106,6 +107,9 @@ def _failure(result: TrialResult) -> dict[str, str] | None:
         stage = _STAGES[0]
     causes = [line for line in first.exception_traceback.splitlines() if ".SandboxError: " in line]
     cause = f" ({causes[-1].partition('.SandboxError: ')[2]})" if causes else ""
+    if first.exception_type == "VerifierOutputParseError" and (file := trial_dir / "verifier/reward.txt").is_file():
+        with file.open(errors="replace") as rewards:
+            cause += f": it must hold a number, got {rewards.read(_MAX_REWARD_CHARS).strip()!r}"
     return {"stage": stage, "type": first.exception_type, "message": first.exception_message + cause}
 
 
