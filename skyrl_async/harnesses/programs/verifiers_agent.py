@@ -26,7 +26,7 @@ class WorkingDirectory(SubprocessRuntime):
     """The sample's own directory, and this program's Python, which has all packages that the agents' scripts ask for."""
 
     async def start(self) -> None:
-        self.workdir = Path.cwd()
+        self.workdir: Path | None = Path.cwd()
         self.info.id = str(self.workdir)
 
     async def prepare_uv_script(
