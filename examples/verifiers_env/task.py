@@ -10,7 +10,7 @@ from skyrl_async.types import Prompt
 
 SETTINGS = {
     "harness": "verifiers",
-    "harness_args": ["--harness", "null", "--play", "examples/verifiers_env/environment.py"],
+    "harness_args": ["--play", "examples/verifiers_env/environment.py"],
 }
 
 

@@ -1,6 +1,6 @@
 """An agent of verifiers (Prime Intellect), over chat completions: its ``bash`` harness, or an environment of one's own.
 
-``generator.harness_args``: ``['--harness', 'null']`` (a chat without tools), ``['--play', 'FILE']`` (an environment: a function that
+``generator.harness_args``: ``['--play', 'FILE']`` (an environment: a function that
 plays a task and returns its trace, as in ``examples/verifiers_env``).
 """
 

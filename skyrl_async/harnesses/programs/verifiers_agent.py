@@ -1,6 +1,6 @@
 """An agent of verifiers, unmodified: what ``generator.harness=verifiers`` runs. By default its ``bash`` harness works on the prompt.
 
-    verifiers_agent.py --harness null --play FILE
+    verifiers_agent.py --play FILE
 
 FILE has ``async def play(task: dict, agent: vf.Agent, runtime: Runtime) -> vf.Trace``, an environment of one's own.
 
@@ -74,13 +74,15 @@ async def work(agent: vf.Agent, prompt: str, task: dict[str, Any], file: Path | 
 def main() -> None:
     """Read the command line and the task, and play."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--harness", default="bash", help="of verifiers: bash, null, ...")
+    parser.add_argument("--harness", help="of verifiers; default: bash, and null (a chat) with --play")
     parser.add_argument("--play", type=Path, metavar="FILE", help="Python file with an environment's function play")
     given = parser.parse_args()
     prompt, task = (
         Path(os.environ[name]).read_text(encoding="utf-8") for name in ("HARNESS_PROMPT", "SKYRL_TASK_FILE")
     )
-    trace = asyncio.run(work(make_agent(given.harness), prompt, json.loads(task), given.play))
+    trace = asyncio.run(
+        work(make_agent(given.harness or ("null" if given.play else "bash")), prompt, json.loads(task), given.play)
+    )
     if not trace.ok:
         raise SystemExit(f"the episode failed: {trace.errors}")
     said = [message.content or "" for message in trace.assistant_messages]
