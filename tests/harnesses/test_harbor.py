@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.agent_first_run.make import load_recorded
+from examples.agent_first_run.record import plays, record
 from examples.harbor.make import tasks, write
 from examples.scripted_policy import Script, in_turn, make_app, make_environment
 from skyrl_async.config.schema.generator import GeneratorConfig, HarborConfig
@@ -252,3 +254,14 @@ def descendants(pid: int, name: str | None = None) -> list[psutil.Process]:
             if name is None or process.name() == name:
                 found.append(process)
     return found
+
+
+@needs_tmux
+@pytest.mark.slow
+async def test_the_first_run_through_a_harness_imitates_what_the_harness_says() -> None:
+    """A hasty policy that earns nothing and one that reads on; ``record`` checks what they earn."""
+    players = plays()[:2]
+    await record(players, None)
+    kept = load_recorded()[:2]
+    assert [player.num_looks for player in players] == [one.num_looks for one in kept] == [0, 1]
+    assert [player.messages for player in players] == [one.messages for one in kept]
