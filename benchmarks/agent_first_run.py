@@ -1,7 +1,7 @@
 """Held-out reward before and after a run of ``examples/agent_first_run``, through a harness that is not ours, with three seeds.
 
 Each seed has a warm start of its own, with nothing cached. ``seconds``: from the command to its end, warm start and both evaluations
-included; Harbor's own environment is there (``--harbor-python``, or the one in the cache). ``curve``: (seconds since the run began, mean
+included, and the making of Harbor's own environment unless ``--harbor-python`` names one. ``curve``: (seconds since the run began, mean
 reward of the trained samples) of each step.
 """
 
@@ -81,7 +81,7 @@ def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--harbor-python", help="of an environment with Harbor; default: one that is made and kept")
+    parser.add_argument("--harbor-python", help="of an environment with Harbor; default: one that is made for each seed")
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which are deleted otherwise")
     parser.add_argument("--plot", type=Path, help="draw the rewards to this picture")
     options = parser.parse_args()
