@@ -81,7 +81,9 @@ def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--harbor-python", help="of an environment with Harbor; default: one that is made for each seed")
+    parser.add_argument(
+        "--harbor-python", help="of an environment with Harbor; default: one that is made for each seed"
+    )
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which are deleted otherwise")
     parser.add_argument("--plot", type=Path, help="draw the rewards to this picture")
     options = parser.parse_args()
