@@ -39,7 +39,7 @@ MAX_TURNS, STOP, LONG = 3, 0, 2
 NEXT_STATE = ((0, 0, 1), (0, 1, 2), (0, 0, 2))
 """By state and action; there is none after STOP."""
 REWARDS = ((0.9, 0.5, 0.2), (1.0, 0.3, 0.6), (0.7, 0.8, 0.1))
-"""Of a turn, by state and action."""
+"""What a turn earns, by state and action."""
 GROUP_SIZE = 3
 NUM_GROUPS = 20_000
 _OBSERVATION = 2

@@ -14,7 +14,7 @@ from skyrl_async.algorithms.estimators.outcome import rloo_advantages
 from skyrl_async.algorithms.settings import AdvantageConstants
 
 MAX_PROBABILITY = 0.8
-"""Of a token that counts."""
+"""The most that a token which counts may have."""
 
 
 @register_advantage_estimator("rare_tokens", unit="token")

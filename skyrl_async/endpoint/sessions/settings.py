@@ -76,8 +76,8 @@ class SessionOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    reward: FiniteFloat = 0.0
-    """Of the whole session; left out where ``rewards`` are given, it is their sum."""
+    reward: FiniteFloat
+    """What the whole session earned; may be left out beside ``rewards``, whose sum it is."""
     rewards: tuple[TurnReward, ...] = ()
     """What single turns earned; a turn that is not named earned nothing, one that is named twice both."""
     metrics: dict[str, FiniteFloat] | None = None

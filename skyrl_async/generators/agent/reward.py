@@ -67,7 +67,7 @@ class RewardSource(Protocol):
 
 
 Reward = float | Sequence[float]
-"""Of an episode, or of each of its turns, in the order of replies; later turns earn nothing."""
+"""One for an episode, or one for each of its first turns, in the order of replies; later turns earn nothing."""
 RewardFunction = Callable[[Prompt, AgentEpisode], Reward | Awaitable[Reward]]
 """A user's reward: async, or a plain function that is called in a thread and may block."""
 

@@ -141,14 +141,16 @@ async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSamp
             {"rewards": [{"turn": -1, "value": 1.0}]},
             {"rewards": [{"turn": 0, "value": "much"}]},
             {"rewards": 1.0},
+            {"metrics": {"a": 1.0}},
         ]
         refused = [(await session.controller.post(url, json=body)) for body in wrong]
         finished = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
         again = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
-    assert [answer.status_code for answer in refused] == [400] * 5
+    assert [answer.status_code for answer in refused] == [400] * 6
     said = [answer.json()["error"]["message"] for answer in refused]
     assert "rewards name turn 3, but the session has 3 turns, counted from 0" in said[0]
     assert "reward must be the sum of rewards (-0.25), or be left out, got 1" in said[1]
+    assert "reward" in said[5]
     assert [(row["reward"], row["turn_rewards"]) for row in finished] == [(-0.25, [-1.0, 0.0, 0.75])] * 3
     assert [[span["index"] for span in row["turn_spans"]] for row in finished] == [[0], [1], [2]]
     assert again == finished
