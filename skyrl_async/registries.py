@@ -34,6 +34,8 @@ class AdvantageEntry:
     """A group's advantages depend on the other groups of its step: nothing of the step is trained before all are there."""
     needs_groups: bool = False
     """A sample alone of its prompt has no advantage."""
+    needs_values: bool = False
+    """It reads a critic's values of the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +137,10 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 def _estimator(
-    module: str, function: str, *, unit: Unit = Unit.SAMPLE, needs_mini_batch: bool = False, needs_groups: bool = True
+    module: str, function: str, *, unit: Unit = Unit.SAMPLE, needs_groups: bool = True, **needs: bool
 ) -> AdvantageEntry:
     path = f"skyrl_async.algorithms.estimators.{module}:{function}"
-    return AdvantageEntry(path=path, unit=unit, needs_mini_batch=needs_mini_batch, needs_groups=needs_groups)
+    return AdvantageEntry(path=path, unit=unit, needs_groups=needs_groups, **needs)
 
 
 def _estimator_arguments(entry: AdvantageEntry) -> tuple[str, ...]:
@@ -158,10 +160,11 @@ ADVANTAGE_ESTIMATORS = Registry(
             name: _estimator(name, f"{name}_advantages", unit=Unit.TURN)
             for name in ("turn_rloo", "gigpo", "turn_credit")
         },
+        "gae": _estimator("gae", "gae_advantages", unit=Unit.TOKEN, needs_groups=False, needs_values=True),
+        "turn_gae": _estimator("gae", "turn_gae_advantages", unit=Unit.TURN, needs_groups=False, needs_values=True),
     },
     _estimator_arguments,
 )
-"""A value model with GAE has its place here: an entry whose unit is a token, and values beside the rewards."""
 
 
 def _path_of_loss(function: str) -> str:

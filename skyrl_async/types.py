@@ -20,6 +20,7 @@ from skyrl_async.columns import (
     Logprobs,
     Mask,
     TokenIds,
+    Values,
     VersionSpans,
     column,
     fields_of,
@@ -317,6 +318,8 @@ class Trajectory:
     """(T,) float32: log-probs in nats under the policy, recomputed after generation; 0.0 outside the mask. None: not computed."""
     old_version: int | None = None
     """Policy version of ``old_logprobs``."""
+    values: Values | None = None
+    """(T,) float32: the critic's value of what is before each sampled token; 0.0 outside the mask. None: not computed."""
     marks: Mask | None = None
     """(T,) bool: sampled tokens that the policy loss treats specially, chosen among all tokens of the step; None: none were chosen.
     Not part of a checkpoint."""
@@ -324,7 +327,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         _set_columns(self)
         num_tokens = len(self.response_token_ids)
-        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "marks"):
+        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "values", "marks"):
             values = getattr(self, name)
             if values is not None and len(values) != num_tokens:
                 raise ValueError(
@@ -368,6 +371,7 @@ _COLUMNS = {
     "logprobs": np.float32,
     "ref_logprobs": np.float32,
     "old_logprobs": np.float32,
+    "values": np.float32,
     "marks": np.bool_,
 }
 
@@ -416,12 +420,12 @@ class LogprobModel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLogprobs:
-    """Log-probs of trajectories under one model, at the sampling temperature."""
+    """Log-probs of trajectories under one model, at the sampling temperature, or a critic's values of them."""
 
     values: tuple[Logprobs, ...]
-    """One column per trajectory with one value per response token, in nats; 0.0 outside the mask."""
+    """One column per trajectory with one value per response token, log-probs in nats; 0.0 outside the mask."""
     version: int
-    """Policy version of the weights; 0 for a reference."""
+    """Version of the weights; 0 for a reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,6 +454,9 @@ class Group:
     advantages: tuple[Advantages, ...] = field(default=(), compare=False)
     """One column per trajectory, (T,) float32, after the reward stage: the advantage of each sampled token; other values mean nothing. A
     number that holds for a whole row is a column that repeats it without memory. Not part of a checkpoint."""
+    returns: tuple[Values, ...] = field(default=(), compare=False)
+    """One column per trajectory, (T,) float32: what the critic's values are trained towards, NaN where nothing is. Empty without a critic.
+    Not part of a checkpoint."""
     work: Mapping[int, SampleWork] = field(default_factory=dict, compare=False)
     """By index of a sample, where the generator tells; not part of a checkpoint."""
 

@@ -7,6 +7,7 @@ The reward stage computes advantages that depend on one group alone (``rollout.p
 marks, when a step is put together.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.algorithms.credit import GroupRewards, SampleCredit, columns_of, constant_column, credit_of
+from skyrl_async.algorithms.estimators.gae import returns_of
 from skyrl_async.algorithms.settings import AdvantageConstants
-from skyrl_async.columns import Advantages
+from skyrl_async.columns import NO_LOGPROBS, Advantages, Values, is_repeated, repeated
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, Unit, path_of
 from skyrl_async.samples import Sample, samples_of
@@ -49,6 +51,8 @@ class AdvantageEstimator:
     compute: Callable[..., Sequence[Any]]
     unit: Unit = Unit.SAMPLE
     needs_mini_batch: bool = False
+    needs_values: bool = False
+    """Whether it reads a critic's values; groups then get ``returns`` beside advantages."""
     constants: AdvantageConstants = field(default_factory=AdvantageConstants)
 
     def __call__(self, groups: Sequence[GroupCredit]) -> Sequence[Sequence[Any]]:
@@ -66,22 +70,32 @@ class AdvantageEstimator:
             return GroupRewards(
                 rewards=tuple(rewards), num_tokens=tuple(trained.num_sampled_tokens for _, trained in samples)
             )
-        return tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
+        found = tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
+        if self.needs_values and any(len(one.values) != sum(one.num_tokens) for one in found):
+            raise TrainingError(f"{_KEY} needs trajectories with values, which a critic computes; some have none")
+        return found
 
     def columns(
         self, samples: Sequence[tuple[Sample, Sample]], seen: GroupCredit, found: Sequence[Any]
-    ) -> dict[int, Advantages]:
-        """``id`` of each row of a group's samples -> its column, (T,) float32, from what ``compute`` gives for ``seen``.
+    ) -> tuple[dict[int, Advantages], dict[int, Values]]:
+        """``id`` of each row of a group's samples -> its advantages and returns, (T,) float32, from what ``compute`` gives for ``seen``.
 
-        Raises ``TrainingError`` unless that is one finite advantage per sample, turn or token.
+        Returns are empty unless values are read. Raises ``TrainingError`` unless ``found`` is one finite advantage per sample, turn or
+        token.
         """
-        of_row: dict[int, Advantages] = {}
-        for (whole, trained), advantages in zip(samples, self.check(seen, found), strict=True):
-            if self.unit is Unit.SAMPLE:
-                of_row |= {id(row): constant_column(row, advantages.item()) for row in whole.rows}
-            else:
-                of_row |= dict(zip(map(id, whole.rows), columns_of(trained, self.unit, advantages), strict=True))
-        return of_row
+        advantages: dict[int, Advantages] = {}
+        returns: dict[int, Values] = {}
+        given = self.check(seen, found)
+        for index, ((whole, trained), of_sample) in enumerate(zip(samples, given, strict=True)):
+            rows = list(map(id, whole.rows))
+            if isinstance(seen, GroupRewards):
+                advantages |= {id(row): constant_column(row, of_sample.item()) for row in whole.rows}
+                continue
+            advantages |= dict(zip(rows, columns_of(trained, self.unit, of_sample), strict=True))
+            if self.needs_values:
+                towards = returns_of(seen[index], self.unit, of_sample, self.constants)
+                returns |= dict(zip(rows, columns_of(trained, Unit.TOKEN, towards, math.nan), strict=True))
+        return advantages, returns
 
     def check(self, seen: GroupCredit, found: Sequence[Any]) -> list[NDArray[np.float64]]:
         """What ``compute`` gives for a group, as numbers per sample. Raises ``TrainingError`` unless they are as many as they must be."""
@@ -132,7 +146,7 @@ def with_advantages(
     seen = [estimator.sees(pairs, [reward_of(whole) for whole, _ in pairs]) for pairs in lives if pairs]
     found = iter(zip(seen, estimator(seen), strict=True))
     return [
-        _with_columns(group, estimator.columns(pairs, *next(found)) if pairs else {})
+        _with_columns(group, *(estimator.columns(pairs, *next(found)) if pairs else ({}, {})), estimator.needs_values)
         for group, pairs in zip(groups, lives, strict=True)
     ]
 
@@ -143,12 +157,52 @@ def _live_pairs(group: Group, trained: Group) -> list[tuple[Sample, Sample]]:
     return [(whole, part) for whole, part in both if whole.is_live]
 
 
-def _with_columns(group: Group, of_row: Mapping[int, Advantages]) -> Group:
-    """The group with a column per row; 0 in rows that are not trained."""
-    rows = group.trajectories
+def _with_columns(
+    group: Group, advantages: Mapping[int, Advantages], returns: Mapping[int, Values], has_returns: bool
+) -> Group:
+    """The group with a column per row; in rows that are not trained advantages are 0 and returns NaN."""
+
+    def columns(of_row: Mapping[int, Advantages], elsewhere: float) -> tuple[Advantages, ...]:
+        rows = group.trajectories
+        return tuple(of_row[id(row)] if id(row) in of_row else constant_column(row, elsewhere) for row in rows)
+
     return replace(
-        group, advantages=tuple(of_row[id(row)] if id(row) in of_row else constant_column(row, 0.0) for row in rows)
+        group, advantages=columns(advantages, 0.0), returns=columns(returns, math.nan) if has_returns else ()
     )
+
+
+def normalised(groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> list[Group]:
+    """The groups of a mini-batch with advantages of mean 0 and standard deviation 1 over their trained tokens.
+
+    SkyRL's ``advantage_batch_normalize``, and what its and verl's ``gae`` always does; of the standard deviation the unbiased estimate.
+    Groups whose tokens all have one advantage get 0.
+    """
+    masks = [[row.loss_mask for row in masked_group(group).trajectories] for group in groups]
+    pairs = [
+        pair
+        for group, of_group in zip(groups, masks, strict=True)
+        for pair in zip(group.advantages, of_group, strict=True)
+    ]
+    trained = np.concatenate([NO_LOGPROBS, *(column[mask] for column, mask in pairs)]).astype(np.float64)
+    if not len(trained):
+        return list(groups)
+    mean, std = trained.mean(), trained.std(ddof=1) if len(trained) > 1 else 0.0
+
+    def scaled(column: Advantages) -> Advantages:
+        if is_repeated(column) and len(column):
+            return repeated(float((column[0] - mean) / (std + 1e-8)), len(column))
+        return ((column - mean) / (std + 1e-8)).astype(np.float32)
+
+    return [
+        replace(
+            group,
+            advantages=tuple(
+                scaled(column) if row.num_sampled_tokens else column
+                for row, column in zip(group.trajectories, group.advantages, strict=True)
+            ),
+        )
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True)
@@ -159,6 +213,8 @@ class StepAdvantages:
     """None if groups have their advantages from the reward stage."""
     penalty: "KlPenalty | None" = None
     """Subtracted from rewards first; None for no penalty."""
+    normalises: bool = False
+    """Whether advantages are normalised over the mini-batch."""
     mark: "Mark | None" = None
     """Marks tokens afterwards; None if the loss needs no marks."""
 
@@ -170,6 +226,8 @@ class StepAdvantages:
         """
         if self.estimator is not None:
             groups = with_advantages(groups, self.estimator, self._reward_of, masked_group)
+        if self.normalises:
+            groups = normalised(groups, masked_group)
         if self.mark is None:
             return groups
         marked = self.mark([masked_group(group) for group in groups])
@@ -185,7 +243,9 @@ class StepAdvantages:
     @property
     def need_mini_batch(self) -> bool:
         """Whether they are computed for all groups of a step at once."""
-        return self.mark is not None or (self.estimator is not None and self.estimator.needs_mini_batch)
+        return (
+            self.normalises or self.mark is not None or (self.estimator is not None and self.estimator.needs_mini_batch)
+        )
 
     @property
     def kl_coef(self) -> float | None:
@@ -214,6 +274,7 @@ def make_advantage_estimator(name: str, constants: AdvantageConstants | None = N
         compute=ADVANTAGE_ESTIMATORS.load(entry),
         unit=entry.unit,
         needs_mini_batch=entry.needs_mini_batch,
+        needs_values=entry.needs_values,
         constants=constants,
     )
 
@@ -222,7 +283,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def register_advantage_estimator(
-    name: str, *, unit: Unit | str = Unit.SAMPLE, needs_mini_batch: bool = False, needs_groups: bool = True
+    name: str, *, unit: Unit | str = Unit.SAMPLE, needs_groups: bool = True, **needs: bool
 ) -> Callable[[F], F]:
     """Decorator: let ``trainer.algorithm.advantage_estimator=name`` mean the decorated function.
 
@@ -231,19 +292,20 @@ def register_advantage_estimator(
     Args:
         name: without a colon; a known name is replaced.
         unit: what the function gives advantages for: ``sample``, ``turn`` or ``token``.
-        needs_mini_batch: the function takes all groups of a mini-batch, not one group.
         needs_groups: a prompt's only sample has no advantage; ``generator.n_samples_per_prompt=1`` is refused.
+        needs: ``needs_mini_batch``: the function takes all groups of a mini-batch, not one group. ``needs_values``: it reads a critic's
+            values, and returns what was earned less the value, so that values are trained towards the sum (``estimators.gae``).
 
     Raises:
         ConfigError: the function is not at the top of a module that can be imported, or there is no such unit.
     """
     if unit not in list(Unit):
         raise ConfigError(f"unit must be one of {', '.join(Unit)}, got {unit!r}")
+    if unit == Unit.SAMPLE and needs.get("needs_values"):
+        raise ConfigError(f"unit must be turn or token with needs_values=True, got {unit!r}: values are of tokens")
 
     def register(function: F) -> F:
-        entry = AdvantageEntry(
-            path=path_of(function), unit=Unit(unit), needs_mini_batch=needs_mini_batch, needs_groups=needs_groups
-        )
+        entry = AdvantageEntry(path=path_of(function), unit=Unit(unit), needs_groups=needs_groups, **needs)
         ADVANTAGE_ESTIMATORS.register(name, entry)
         return function
 

@@ -20,7 +20,7 @@ from skyrl_async.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trajectory with its advantages."""
+    """One trajectory with its advantages, or for a critic what its values are trained towards."""
 
     trajectory: Trajectory
     advantages: Advantages
@@ -53,6 +53,8 @@ class MicroBatch:
     """(N,) float32, nats."""
     advantages: Tensor
     """(N,) float32, advantage times weight of the row: every policy loss is linear in a positive factor of the advantage."""
+    returns: Tensor
+    """(N,) float32, the column of the row without its weight: a critic's values are trained towards it."""
     weights: Tensor
     """(N,) float32, weight of the row; it multiplies what else is summed over tokens."""
     versions: Tensor
@@ -61,6 +63,8 @@ class MicroBatch:
     """(N,) float32, nats; None if a row lacks them."""
     old_logprobs: Tensor | None
     """(N,) float32, nats; None if a row lacks them."""
+    old_values: Tensor | None = None
+    """(N,) float32: a critic's values when the row was finished; None if a row lacks them."""
     is_marked: Tensor | None = None
     """(N,) bool, tokens that ``covariance`` marked; None if a row lacks marks."""
 
@@ -153,7 +157,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
     row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
     weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float64)[row_indices]
-    advantages = [row.advantages[row.trajectory.loss_mask] for row in rows]
+    given = torch.from_numpy(_joined([row.advantages[row.trajectory.loss_mask] for row in rows], np.float32))
     return MicroBatch(
         input_ids=input_ids.to(device),
         row_lengths=tuple(lengths) if is_packed and rows else None,
@@ -161,11 +165,13 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         targets=input_ids.flatten()[positions + 1].to(device),
         row_indices=row_indices.to(device),
         behavior_logprobs=_of_sampled(rows, "logprobs", np.float32, device),
-        advantages=(weights * torch.from_numpy(_joined(advantages, np.float32))).float().to(device),
+        advantages=(weights * given).float().to(device),
+        returns=given.to(device),
         weights=weights.float().to(device),
         versions=_of_sampled(rows, "versions", np.int64, device),
         ref_logprobs=_unless_lacking(rows, "ref_logprobs", np.float32, device),
         old_logprobs=_unless_lacking(rows, "old_logprobs", np.float32, device),
+        old_values=_unless_lacking(rows, "values", np.float32, device),
         is_marked=_unless_lacking(rows, "marks", np.bool_, device),
     )
 

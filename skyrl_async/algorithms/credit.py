@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.columns import NO_LOGPROBS, Advantages, Logprobs, repeated
+from skyrl_async.columns import NO_LOGPROBS, Advantages, Logprobs, Values, repeated
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit
 from skyrl_async.samples import Sample
@@ -44,6 +44,11 @@ class SampleCredit:
     the same. Empty for a turn that no row trains."""
     logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     """(N,) float32: behavior log-probs of the trained tokens, nats."""
+    log_ratios: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
+    """(N,) float32, nats: recomputed log-probs of the trained tokens less the behavior ones; exactly 0 for tokens that the recomputed
+    policy has sampled itself, and where nothing was recomputed."""
+    values: Values = field(default_factory=lambda: NO_LOGPROBS)
+    """(N,) float32: a critic's values of what is before each trained token; (0,) without a critic."""
 
     @property
     def reward(self) -> float:
@@ -57,6 +62,23 @@ class SampleCredit:
             following = reward + discount * following
             found.append(following)
         return found[::-1]
+
+    @property
+    def first_tokens(self) -> NDArray[np.int64]:
+        """(J,) ascending: the first trained token of each of the J turns that are trained, counted in N."""
+        num_tokens = np.array(self.num_tokens)
+        return (np.cumsum(num_tokens) - num_tokens)[num_tokens > 0]
+
+    def action_rewards(self, unit: Unit) -> NDArray[np.float64]:
+        """(N,) per trained token, or (J,) per trained turn: what was earned from it on until the next one.
+
+        A turn's reward is that of its last token. A turn that is not trained earns for the one before it; before the first, for nobody.
+        """
+        num_before = np.cumsum(np.array(self.num_tokens) > 0) if unit is Unit.TURN else np.cumsum(self.num_tokens)
+        found = np.zeros(num_before[-1])
+        is_after = num_before > 0
+        np.add.at(found, num_before[is_after] - 1, np.array(self.rewards)[is_after])
+        return found
 
 
 def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
@@ -76,12 +98,15 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
     rewards += [0.0] * (max((1, *(span.index + 1 for _, span in turns))) - len(rewards))
     rewards[-1] += reward - row.reward if row.turn_rewards else reward
     num_tokens, observations = [0] * len(rewards), [b""] * len(rewards)
-    logprobs = [NO_LOGPROBS]
+    logprobs, log_ratios, values = [NO_LOGPROBS], [NO_LOGPROBS], [NO_LOGPROBS]
     end_of_row: dict[int, int] = {}
     for row, span in turns:
         mask = row.loss_mask[span.start : span.end]
         num_tokens[span.index] = int(np.count_nonzero(mask))
         logprobs.append(row.logprobs[span.start : span.end][mask])
+        log_ratios.append(_log_ratios(row, span)[mask])
+        if row.values is not None:
+            values.append(row.values[span.start : span.end][mask])
         shown = row.response_token_ids[end_of_row.get(id(row), 0) : span.start].tobytes()
         observations[span.index] = shown if id(row) in end_of_row else row.prompt_token_ids.tobytes() + shown
         end_of_row[id(row)] = span.end
@@ -95,18 +120,34 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
         num_tokens=tuple(num_tokens),
         observations=tuple(observations),
         logprobs=np.concatenate(logprobs),
+        log_ratios=np.concatenate(log_ratios),
+        values=np.concatenate(values),
     )
 
 
-def columns_of(trained: Sample, unit: Unit, advantages: NDArray[np.float64]) -> list[Advantages]:
+def _log_ratios(row: Trajectory, span: TurnSpan) -> Logprobs:
+    """(end - start,) float32, as ``SampleCredit.log_ratios``."""
+    if row.old_logprobs is None or row.old_version is None:
+        return repeated(0.0, span.end - span.start)
+    versions = np.asarray(row.versions[span.start : span.end])
+    difference = row.old_logprobs[span.start : span.end] - row.logprobs[span.start : span.end]
+    return np.where(versions == row.old_version, np.float32(0), difference)
+
+
+def columns_of(
+    trained: Sample, unit: Unit, advantages: NDArray[np.float64], elsewhere: float = 0.0
+) -> list[Advantages]:
     """A column per row, (T,) float32.
 
     Args:
         trained: as in ``credit_of``.
         unit: turn or token.
         advantages: (K,) of its turns, or (N,) of its trained tokens in the order of turns.
+        elsewhere: for all other tokens.
     """
-    found: dict[int, Advantages] = {id(row): np.zeros(len(row.response_token_ids), np.float32) for row in trained.rows}
+    found: dict[int, Advantages] = {
+        id(row): np.full(len(row.response_token_ids), elsewhere, np.float32) for row in trained.rows
+    }
     num_before = 0
     for row, span in _turns_of(trained):
         of_turn, mask = found[id(row)][span.start : span.end], row.loss_mask[span.start : span.end]

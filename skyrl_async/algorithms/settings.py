@@ -58,6 +58,12 @@ class AdvantageConstants:
     """In [0, 1]: share of turn_credit's credit that the turn before gets."""
     credit_weight: float = 1.0
     """>= 0: how much turn_credit moves between turns."""
+    gamma: float = 1.0
+    """In [0, 1]: what a reward counts one token, or turn, earlier, of gae and turn_gae."""
+    lambd: float = 1.0
+    """In [0, 1]: how far gae and turn_gae look past the next value."""
+    vtrace_clip: float | None = 1.0
+    """> 0: largest importance weight of a stale token, or turn, in the returns of gae and turn_gae; None: they are not weighted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

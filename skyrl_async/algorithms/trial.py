@@ -56,6 +56,8 @@ def _seen(estimator: AdvantageEstimator, rewards: Sequence[float]) -> GroupCredi
             num_tokens=(2,) * (index + 1),
             observations=tuple(b"seen %d" % turn for turn in range(index + 1)),
             logprobs=np.full(2 * (index + 1), -1.0, np.float32),
+            values=np.full(2 * (index + 1) * estimator.needs_values, 0.5, np.float32),
+            log_ratios=np.zeros(2 * (index + 1), np.float32),
         )
         for index, reward in enumerate(rewards)
     )

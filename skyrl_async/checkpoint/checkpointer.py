@@ -1,6 +1,6 @@
 """Writes and reads a run's checkpoints: complete or not there at all (contract 7).
 
-    <run>/checkpoints/global_step_40/{policy/, trainer_state.json, groups.json, running_groups.json,
+    <run>/checkpoints/global_step_40/{policy/, critic/, trainer_state.json, groups.json, running_groups.json,
                                       columns.arrow, manifest.json}
     <run>/checkpoints/latest_ckpt_global_step.txt        written last
 
@@ -31,7 +31,7 @@ from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, from_json, group_to_json, running_to_json
 from skyrl_async.runtime.daemon_threads import DaemonThreads
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Critic, Policy
 from skyrl_async.types import Group
 from skyrl_async.weights.formats import sync
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 6
+FORMAT = 7
 LATEST = "latest_ckpt_global_step.txt"
 _COLUMNS = "columns.arrow"
 """What has one value per token in ``groups.json`` and ``running_groups.json``."""
@@ -92,8 +92,8 @@ class Checkpointer:
     """``<run>/checkpoints``."""
     max_to_keep: int
     """Older checkpoints are deleted; 0 keeps all."""
-    on_written: Callable[[Path], None] = field(default=lambda policy: None, kw_only=True)
-    """Called with the policy's directory in each new checkpoint, before older ones are deleted."""
+    on_written: Callable[[Path], None] = field(default=lambda checkpoint: None, kw_only=True)
+    """Called with each new checkpoint, before older ones are deleted."""
     threads: Executor | None = field(default=None, kw_only=True)
     """Work on the files; None: daemon threads, because a disk may hang and the exit must not wait for it."""
     num_failures: int = field(default=0, init=False)
@@ -107,10 +107,10 @@ class Checkpointer:
     def __post_init__(self) -> None:
         self.threads = self.threads or DaemonThreads("checkpoint")
 
-    async def try_write(self, policy: Policy, state: TrainerState) -> Path | None:
+    async def try_write(self, policy: Policy, state: TrainerState, critic: Critic | None = None) -> Path | None:
         """Call ``write``; when it fails, log and count the failure and return None: the run continues without the checkpoint."""
         try:
-            path = await self.write(policy, state)
+            path = await self.write(policy, state, critic)
         except CheckpointError as error:
             self.num_failures += 1
             self.failure = error
@@ -119,7 +119,7 @@ class Checkpointer:
         self.failure = None
         return path
 
-    async def write(self, policy: Policy, state: TrainerState) -> Path:
+    async def write(self, policy: Policy, state: TrainerState, critic: Critic | None = None) -> Path:
         """Write a checkpoint, move it into place, point ``latest`` at it, and delete older ones.
 
         Files are written and synced in a thread. Raises ``CheckpointError`` when that fails (a full disk, say): no part of the
@@ -130,6 +130,8 @@ class Checkpointer:
         try:
             await self._in_thread(lambda: self._begin(partial))
             await policy.save(partial / "policy")
+            if critic is not None:
+                await critic.save(partial / "critic")
             final = await self._in_thread(lambda: self._complete(partial, state, is_abandoned))
         except (OSError, CheckpointError) as error:
             await self._in_thread(lambda: self._discard(partial))
@@ -140,7 +142,7 @@ class Checkpointer:
         except asyncio.CancelledError:
             is_abandoned.set()  # threads and the policy continue: the next write, or run, removes their files
             raise
-        self.on_written(final / "policy")
+        self.on_written(final)
         await self._in_thread(lambda: self._delete_old(state.step))
         return final
 

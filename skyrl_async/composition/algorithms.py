@@ -50,11 +50,11 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
     estimator = _estimator(algorithm)
     mark = _mark(algorithm)
-    is_of_stage = not estimator.needs_mini_batch and not algorithm.use_kl_in_reward
+    is_of_stage = not (estimator.needs_mini_batch or estimator.needs_values or algorithm.use_kl_in_reward)
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
     return Advantages(
         of_stage=estimator if is_of_stage else None,
-        of_step=StepAdvantages(None if is_of_stage else estimator, penalty, mark),
+        of_step=StepAdvantages(None if is_of_stage else estimator, penalty, algorithm.advantage_batch_normalize, mark),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.time_sharing import on_leased_devices
+from skyrl_async.config.rules.algorithm import needs_old_logprobs
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.notices import advice, idle_settings
@@ -25,8 +26,8 @@ from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import Policy
-from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
+from skyrl_async.training.protocol import Critic, Policy
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork, LogprobWorkers
 from skyrl_async.types import LogprobModel
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,12 @@ def reference_path(config: Config) -> str | None:
     return None if path is None else str(Path(path).expanduser())
 
 
+def critic_path(config: Config) -> Path | None:
+    """Return the directory of the model that the critic begins with; None: the policy that training begins with."""
+    path = config.trainer.critic.path
+    return None if path is None else Path(path).expanduser()
+
+
 def training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     """Return settings of the policy workers; ``num_steps`` are those of the whole run."""
     training, algorithm = config.training, config.trainer.algorithm
@@ -103,28 +110,51 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
     return replace(settings, trains=False, lora=None, deepspeed=None, shares_weights=False, has_reference=False)
 
 
+def critic_settings(config: Config, path: Path, num_steps: int) -> TrainingSettings:
+    """Return settings of the critic's workers, which train like the policy's but for the learning rate."""
+    settings = training_settings(config, path, num_steps)
+    return replace(
+        settings,
+        is_critic=True,
+        value_clip=config.trainer.algorithm.value_clip,
+        lr=config.trainer.critic.lr,
+        lora=None,
+        shares_weights=False,
+        has_reference=False,
+        returns_logprobs=False,
+    )
+
+
 def stage_works(
-    config: Config, policy: Policy, parts: LogprobParts, device_groups: Mapping[str, DeviceGroup]
+    config: Config,
+    policy: Policy,
+    parts: LogprobParts,
+    device_groups: Mapping[str, DeviceGroup],
+    critic: Critic | None = None,
 ) -> dict[str, Prepare]:
-    """Return the work of the stages ``ref_logp`` and ``logp`` on a finished group, as far as the run needs them.
+    """Return the work of the stages ``ref_logp``, ``logp`` and ``values`` on a finished group, as far as the run needs them.
 
     Args:
         config: checked.
         policy: computes where there are no separate workers; leases its devices itself.
         parts: the separate workers.
         device_groups: stage -> devices that it shares.
+        critic: computes values; None: nothing asks for them.
     """
 
-    def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None) -> Prepare:
+    def work_of(model: LogprobModel, member: str, workers: LogprobWorkers | None, *columns: str) -> Prepare:
         if workers is None:
-            work = LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model)
+            work = ColumnStageWork(lambda rows: policy.logprobs_of(rows, model), *columns)
             return on_leased_devices(work, "policy", device_groups)
-        return on_leased_devices(LogprobStageWork(workers.logprobs_of, model), member, device_groups, workers.lease)
+        work = ColumnStageWork(workers.logprobs_of, *columns)
+        return on_leased_devices(work, member, device_groups, workers.lease)
 
     algorithm = config.trainer.algorithm
     works = {}
     if algorithm.uses_reference and algorithm.ref_logp is RefLogp.stage:
-        works["ref_logp"] = work_of(LogprobModel.REF, "ref", parts.ref)
-    if POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs:
-        works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old)
+        works["ref_logp"] = work_of(LogprobModel.REF, "ref", parts.ref, "ref_logprobs")
+    if needs_old_logprobs(config):
+        works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old, "old_logprobs", "old_version")
+    if critic is not None:
+        works["values"] = on_leased_devices(ColumnStageWork(critic.values_of, "values"), "critic", device_groups)
     return works

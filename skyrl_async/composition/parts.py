@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, cast
@@ -39,10 +40,11 @@ from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness import STALENESS_POLICIES
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
+from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Critic, Policy
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
 
@@ -137,6 +139,17 @@ class RestartablePolicy(Policy, Protocol):
         """Note that ``directory`` holds what was saved last, in a checkpoint that is complete."""
 
 
+class RestartableCritic(Critic, Protocol):
+    """A critic whose workers are replaced when they die."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of times that workers were replaced."""
+
+    def checkpoint_written(self, directory: Path) -> None:
+        """As ``RestartablePolicy.checkpoint_written``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What runs before a trainer does, and can serve one trainer after another."""
@@ -150,6 +163,8 @@ class Parts:
     publisher: WeightPublisher
     renderer: ChatRenderer | None = None
     """Turns tokens into text; None where they mean nothing."""
+    critic: RestartableCritic | None = None
+    """Computes values; None: nothing needs them."""
     logprobs: LogprobParts = field(default_factory=LogprobParts)
     endpoint_url: str | None = None
     """URL of the endpoint, with ``/v1``; None where none is served."""
@@ -158,13 +173,21 @@ class Parts:
 
     def values(self) -> dict[str, float]:
         """Return what the parts count beside the trainer, by metric name."""
-        restarts = {"trainer/restarts": float(self.policy.num_restarts + self.logprobs.num_restarts)}
+        num_restarts = self.policy.num_restarts + self.logprobs.num_restarts
+        num_restarts += self.critic.num_restarts if self.critic else 0
+        restarts = {"trainer/restarts": float(num_restarts)}
         engines = self.fleet.statistics() if self.fleet else {}
         self.client.pool.measure_speeds()
         slowest, *others = sorted(self.client.pool.speeds.values()) or [0.0]
         if others:
             engines |= {"engines/slowest_frac": slowest / median(others)}
         return restarts | self.publisher.lag_values() | lease_values(self.device_groups) | engines
+
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        """Note that a checkpoint is complete."""
+        self.policy.checkpoint_written(checkpoint / "policy")
+        if self.critic is not None:
+            self.critic.checkpoint_written(checkpoint / "critic")
 
     def engines(self) -> dict[str, dict[str, float]]:
         """Engine -> its lag behind the trainer, and its speed in the last step where it is known."""
@@ -206,7 +229,7 @@ def make_trainer(
     policy, groups, trainer = parts.policy, parts.device_groups, config.trainer
     leasing = leasing_policy(policy, groups)
     advantages = advantages or make_advantages(trainer.algorithm)
-    works = stage_works(config, leasing, parts.logprobs, groups) if works is None else works
+    works = stage_works(config, leasing, parts.logprobs, groups, parts.critic) if works is None else works
     plan = epoch_plan(config, parts.prompts)
     evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, callbacks.record, parts.client.deadlines)
     run = make_run(
@@ -223,7 +246,7 @@ def make_trainer(
     checkpointer = None
     if checkpoint_dir is not None:
         checkpointer = Checkpointer(
-            checkpoint_dir, trainer.max_checkpoints_to_keep, on_written=policy.checkpoint_written, threads=disk
+            checkpoint_dir, trainer.max_checkpoints_to_keep, on_written=parts.checkpoint_written, threads=disk
         )
     return FullyAsyncTrainer(
         run,
@@ -234,4 +257,15 @@ def make_trainer(
         checkpointer=checkpointer,
         step_advantages=advantages.of_step,
         lease=lease_of("policy", groups),
+        critic=_critic_training(config, parts),
     )
+
+
+def _critic_training(config: Config, parts: Parts) -> CriticTraining | None:
+    """Return what trains the critic. On the policy's devices the training stage's own lease covers its calls."""
+    if parts.critic is None:
+        return None
+    groups = parts.device_groups
+    group = groups.get("critic")
+    lease = contextlib.nullcontext if group is None or group is groups.get("policy") else partial(group.lease, "critic")
+    return CriticTraining(critic=parts.critic, warmup_steps=config.trainer.critic.warmup_steps, lease=lease)

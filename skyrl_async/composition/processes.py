@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.composition.data import PolicyFiles
-from skyrl_async.composition.logprobs import LogprobParts, forward_settings, reference_path, training_settings
+from skyrl_async.composition.logprobs import (
+    LogprobParts,
+    critic_path,
+    critic_settings,
+    forward_settings,
+    reference_path,
+    training_settings,
+)
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.composition.time_sharing import lease_of
@@ -34,9 +41,8 @@ from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
-from skyrl_async.training.workers.recovering import RecoveringPolicy
+from skyrl_async.training.workers.recovering import RecoveringPolicy, TrainedWorkers
 
 if TYPE_CHECKING:
     from skyrl_async.endpoint.server.process import EndpointSettings
@@ -224,20 +230,34 @@ class Processes:
 
     async def _start_policy(self, trained: Callable[[], Awaitable[Path]], num_steps: int) -> RecoveringPolicy:
         """Start policy workers that are replaced when they die."""
+        return await self._start_trained(
+            "policy", training_settings(self.config, self.initial, num_steps), policy_path=trained, publishes=True
+        )
+
+    async def critic(self, num_steps: int) -> RecoveringPolicy | None:
+        """Start the critic's workers, which are replaced when they die; None where nothing needs values."""
+        if "critic" not in stage_sizes(self.config):
+            return None
+        path = critic_path(self.config)
+        settings = critic_settings(self.config, path or self.initial, num_steps)
+        return await self._start_trained("critic", settings, policy_path=None if path else self.files.trained)
+
+    async def _start_trained(self, stage: str, settings: TrainingSettings, **arguments: Any) -> RecoveringPolicy:
         config, run_dir = self.config, self.run_dir
-        settings = replace(training_settings(config, self.initial, num_steps), bad_step_dir=str(run_dir / "bad_step"))
+        settings = replace(settings, bad_step_dir=str(run_dir / "bad_step" / ("" if stage == "policy" else stage)))
 
-        async def start() -> SendingPolicy:
-            return await self._start_workers("policy", settings, policy_path=trained, publishes=True)
+        async def start() -> TrainedWorkers:
+            return await self._start_workers(stage, settings, worker_name=f"{stage}-worker", **arguments)
 
-        policy = RecoveringPolicy(
+        workers = RecoveringPolicy(
             start,
             max_restarts=config.trainer.max_restarts,
-            directory=run_dir / "recovery",
+            directory=run_dir / ("recovery" if stage == "policy" else f"recovery_{stage}"),
             max_journal_bytes=config.trainer.restart_journal_mb << 20,
+            kind=f"{stage} workers",
         )
-        self.stack.push_async_callback((await policy.started()).close)
-        return policy
+        self.stack.push_async_callback((await workers.started()).close)
+        return workers
 
     async def _start_workers(self, stage: str, settings: TrainingSettings, **arguments: Any) -> "PolicyWorkers":
         """Start the workers of a stage with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``."""

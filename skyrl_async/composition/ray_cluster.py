@@ -190,7 +190,7 @@ def engine_resources(config: Config, reserved: ReservedDevices | None, names: Se
 
 
 def worker_resources(config: Config, reserved: ReservedDevices | None, stage: str) -> ActorResources:
-    """What Ray reserves for each worker of ``policy``, ``ref`` or ``logp``."""
+    """What Ray reserves for each worker of ``policy``, ``ref``, ``logp`` or ``critic``."""
     if reserved is not None:
         return reserved.resources(stage)
     return ActorResources(num_cpus=config.placement.num_cpus_per_worker, num_gpus=gpus_per_worker(config))

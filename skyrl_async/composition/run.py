@@ -79,6 +79,7 @@ async def started_parts(
         engines, policy = await processes.engines_and_policy(num_planned_steps(config, plan.prompts))
         groups = device_groups(reserved.plan if reserved else None)
         logprobs = await processes.logprob_workers(groups)
+        critic = await processes.critic(num_planned_steps(config, plan.prompts))
         renderer = plan.renderer or load_renderer(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, renderer)
         endpoint = None
@@ -98,6 +99,7 @@ async def started_parts(
             generator=generator,
             policy=policy,
             renderer=renderer,
+            critic=critic,
             logprobs=logprobs,
             device_groups=groups,
             publisher=publisher,

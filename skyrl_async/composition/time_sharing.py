@@ -15,7 +15,7 @@ from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDev
 from skyrl_async.training.protocol import Policy
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE
 
-_WITH_WORKERS = ("policy", "ref", "logp")
+_WITH_WORKERS = ("policy", "ref", "logp", "critic")
 
 
 def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
@@ -41,7 +41,7 @@ def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:
 
 
 def lease_of(member: str, groups: Mapping[str, DeviceGroup]) -> DeviceLease:
-    """Make a lease for ``policy``, ``ref`` or ``logp``; it never waits where the member has its devices for itself."""
+    """Make a lease for ``policy``, ``ref``, ``logp`` or ``critic``; it never waits where the member has its devices for itself."""
     return DeviceLease(groups.get(member), member)
 
 
@@ -52,7 +52,7 @@ def on_leased_devices(
 
     Args:
         work: computes on the member's devices.
-        member: owner of the workers: ``policy``, ``ref`` or ``logp``.
+        member: owner of the workers: ``policy``, ``ref``, ``logp`` or ``critic``.
         groups: member -> its devices.
         lease_devices: leases the devices for these workers; None: a lease that the task holds covers their calls.
     """

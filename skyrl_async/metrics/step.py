@@ -48,6 +48,8 @@ class StepFigures:
     """Waits, although a group was there, for older groups that would pass the bound."""
     num_masked_tokens: int = 0
     """Sampled tokens masked from the loss because of their staleness."""
+    critic: dict[str, float] = field(default_factory=dict)
+    """Figures of the critic's step by metric name; empty without one."""
     denominator: float = 0.0
     """Sum of the groups' denominators (``algorithms.aggregation``)."""
     num_tokens: int = field(default=0, init=False)
@@ -195,7 +197,7 @@ class StepFigures:
                 values[_policy_metric(name.removesuffix("_sum"))] = value / self._num_tokens_of(name)
             elif name.endswith("_max"):
                 values[_policy_metric(name)] = value
-        values |= effective_shares(self.sums)
+        values |= effective_shares(self.sums) | self.critic
         return values | {f"timing/{name}": seconds for name, seconds in self.seconds.items()}
 
     def _num_tokens_of(self, name: str) -> float:

@@ -52,7 +52,18 @@ _NEXT = {
 """State -> legal next states. Besides, a lane that is not done can fail, and is done when it is cancelled."""
 
 
-STAGES = ("dataloader", "generate", "rollout", "reward", "ref_logp", "logp", "train", "param_update", "validation")
+STAGES = (
+    "dataloader",
+    "generate",
+    "rollout",
+    "reward",
+    "ref_logp",
+    "logp",
+    "values",
+    "train",
+    "param_update",
+    "validation",
+)
 """In the order of the data's flow; a run has those that it needs."""
 _CODES = {state: float(code) for code, state in enumerate(StageState)}
 

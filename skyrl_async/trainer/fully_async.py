@@ -22,6 +22,7 @@ from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.stages import Channel, StageStatus
 from skyrl_async.runtime.tasks import first_failure
+from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.run import Run
 from skyrl_async.trainer.run_state import RunSaver
 from skyrl_async.trainer.step_gate import MAX_OPEN_STEPS
@@ -50,6 +51,7 @@ class FullyAsyncTrainer:
         step_advantages: computes advantages when groups are trained: group by group, or all groups of a step at once where
             mini-batches are not streamed. The default keeps the advantages of the reward stage.
         lease: a lease on the training devices, where other stages share them.
+        critic: trained beside the policy, where the advantages are of values.
     """
 
     def __init__(
@@ -63,18 +65,30 @@ class FullyAsyncTrainer:
         checkpointer: Checkpointer | None = None,
         step_advantages: StepAdvantages | None = None,
         lease: DeviceLease | None = None,
+        critic: CriticTraining | None = None,
     ) -> None:
         self._run = run
         self._config = run.config.trainer
         step_advantages, lease = step_advantages or StepAdvantages(), lease or DeviceLease()
-        self._saver = RunSaver(run=run, policy=policy, checkpointer=checkpointer, step_advantages=step_advantages)
+        self._saver = RunSaver(
+            run=run,
+            policy=policy,
+            critic=critic.critic if critic else None,
+            checkpointer=checkpointer,
+            step_advantages=step_advantages,
+        )
         self._preparation = Preparation(run.buffer, dict(prepare), run.board)
         self._validation = Validation(run, evaluator)
         self._weight_update = WeightUpdateStage(
             run, publisher=publisher, validation=self._validation, saver=self._saver
         )
         self._train_stage = TrainStage(
-            run, policy=policy, weight_update=self._weight_update, lease=lease, step_advantages=step_advantages
+            run,
+            policy=policy,
+            weight_update=self._weight_update,
+            lease=lease,
+            step_advantages=step_advantages,
+            critic=critic,
         )
         self.first_evaluation: EvaluationResult | None = None
         """Evaluation of this process before it trains."""

@@ -17,7 +17,7 @@ from skyrl_async.rollout.group_state import OpenGroup, RunningGroup, admission_o
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
 from skyrl_async.trainer.run import Run
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Critic, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class RunSaver:
     """The parts, besides the policy."""
     policy: Policy
     """Its weights and its optimizer are a part of each checkpoint."""
+    critic: Critic | None
+    """The same of the critic; None: there is none."""
     checkpointer: Checkpointer | None
     """None writes nothing."""
     step_advantages: StepAdvantages
@@ -53,6 +55,8 @@ class RunSaver:
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
         await self.policy.load(checkpoint / "policy")
+        if self.critic is not None:
+            await self.critic.load(checkpoint / "critic")
         self.run.recorder.record.restore(state.num_recorded)
         await self.run.dataloader.load_state_from_checkpoint(state.dataloader)
         self.run.recorder.totals = totals = RunTotals(**state.totals)
@@ -106,7 +110,7 @@ class RunSaver:
         if unless_known and progress == self._known:
             return
         await self.run.recorder.flush()  # or a resumed run would lack rows and lines
-        path = await self.checkpointer.try_write(self.policy, state)
+        path = await self.checkpointer.try_write(self.policy, state, self.critic)
         if path is not None:
             self.newest, self.step, self._known = path, state.step, progress
             logger.info("wrote %s", path)

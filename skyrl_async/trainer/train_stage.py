@@ -8,7 +8,8 @@ Knows neither how groups are generated nor how weights reach the engines.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from skyrl_async.algorithms.advantages import StepAdvantages
@@ -22,6 +23,8 @@ from skyrl_async.metrics.step import StepFigures, effective_shares
 from skyrl_async.runtime.device_leases import DeviceLease
 from skyrl_async.runtime.shutdown import ShutdownRequested
 from skyrl_async.runtime.stages import Channel, Lane, StageState
+from skyrl_async.runtime.tasks import task_group
+from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
 from skyrl_async.training.protocol import LOGPROBS, WAIT_SECONDS, Policy
@@ -39,6 +42,7 @@ class TrainStage:
         weight_update: copies the weights of each step.
         lease: a lease on the training devices.
         step_advantages: computes advantages; notified after each optimizer step.
+        critic: trained beside the policy; None: there is none.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class TrainStage:
         weight_update: WeightUpdateStage,
         lease: DeviceLease,
         step_advantages: StepAdvantages,
+        critic: CriticTraining | None,
     ) -> None:
         self._run = run
         self._config = config = run.config.trainer
@@ -64,6 +69,7 @@ class TrainStage:
         self._weight_update = weight_update
         self._lease = lease
         self._step_advantages = step_advantages
+        self._critic = critic
         self.beside_validation = OverlapThroughput(
             lambda: run.board.stage("validation").seconds_in(StageState.PROCESSING)
         )
@@ -202,9 +208,12 @@ class TrainStage:
         lr_scale = self._guard.lr_scale(effective_shares(figures.sums))
         if not lr_scale:
             logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
-        with self._run.recorder.timed(figures, "optimizer_step", track="training"):
-            policy_values = await self._policy.step(figures.loss_denominator, lr_scale)
-            _set_wait_apart(figures, "optimizer_step", policy_values)
+        if self._critic is not None and version <= self._critic.warmup_steps:
+            lr_scale = 0.0
+        async with self._beside_critic(figures, CriticTraining.step):
+            with self._run.recorder.timed(figures, "optimizer_step", track="training"):
+                policy_values = await self._policy.step(figures.loss_denominator, lr_scale)
+                _set_wait_apart(figures, "optimizer_step", policy_values)
         policy_values["lr_scale"] = lr_scale
         await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
         self._run.recorder.record_step(figures.trained_version, figures.groups)
@@ -219,12 +228,33 @@ class TrainStage:
         masked = self._masked(group, figures)
         reduced = self._aggregation(masked.trajectories)
         timed = self._run.recorder.timed(figures, "forward_backward", track="training")
-        with timed, self.beside_validation.piece(masked.num_sampled_tokens):
-            sums = await self._policy.forward_backward(reduced.trajectories, masked.advantages, figures.trained_version)
-            _set_wait_apart(figures, "forward_backward", sums)
+        piece = self.beside_validation.piece(masked.num_sampled_tokens)
+        async with self._beside_critic(figures, lambda critic, figures: critic.add_gradients(masked, figures)):
+            with timed, piece:
+                sums = await self._policy.forward_backward(
+                    reduced.trajectories, masked.advantages, figures.trained_version
+                )
+                _set_wait_apart(figures, "forward_backward", sums)
         masked = _with_logprobs(masked, sums.pop(LOGPROBS, None), figures.trained_version)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
+
+    @asynccontextmanager
+    async def _beside_critic(
+        self, figures: StepFigures, call: Callable[[CriticTraining, StepFigures], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Make a call of the critic, where there is one, while the block runs; ends with both."""
+        if (critic := self._critic) is None:
+            yield
+            return
+
+        async def timed() -> None:
+            with self._run.recorder.timed(figures, "critic", track="critic"):
+                await call(critic, figures)
+
+        async with task_group() as tasks:
+            tasks.create_task(timed(), name="critic")
+            yield
 
     async def _lease_devices(self, figures: StepFigures) -> None:
         """Hold the devices until the stage waits for groups or engines, or has taken the step."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_async.columns import Advantages, TokenIds
+from skyrl_async.columns import Advantages, TokenIds, Values
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 if TYPE_CHECKING:
@@ -80,6 +80,36 @@ class Policy(Protocol):
 
     async def close(self) -> None:
         """End every worker."""
+
+
+class Critic(Protocol):
+    """A model of what is earned from each token on, over all its workers. Calls run one at a time."""
+
+    async def forward_backward(
+        self, trajectories: Sequence[Trajectory], returns: Sequence[float | Values], version: int, /
+    ) -> dict[str, Any]:
+        """Accumulate the gradient of the *sum* of the value loss over sampled tokens, each weighted by its row's weight.
+
+        Args:
+            trajectories: rows to train on; ``values`` are those that the loss is clipped around.
+            returns: for each trajectory a column, (T,) float32: what the value before each sampled token is trained towards.
+            version: the policy version being trained, for messages.
+
+        Returns:
+            Sums over tokens, as ``value_loss.value_figures``, and ``WAIT_SECONDS`` if the call waited.
+        """
+
+    async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
+        """As ``Policy.step``."""
+
+    async def values_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        """Values of what is before each sampled token, a column per trajectory, (T,) float32. Accumulated gradients stay."""
+
+    async def save(self, directory: Path) -> None:
+        """As ``Policy.save``."""
+
+    async def load(self, directory: Path) -> None:
+        """As ``Policy.load``."""
 
 
 class SendingPolicy(Policy, Protocol):

@@ -18,6 +18,22 @@ _TOKEN_BOUNDS = tuple(
 )
 
 
+def needs_critic(config: Config) -> bool:
+    """Whether the estimator reads a critic's values."""
+    return ADVANTAGE_ESTIMATORS.entry(config.trainer.algorithm.advantage_estimator).needs_values
+
+
+def _weighs_returns(config: Config) -> bool:
+    """Whether returns of stale tokens are weighted."""
+    algorithm = config.trainer.algorithm
+    return needs_critic(config) and algorithm.vtrace_clip is not None and config.trainer.staleness_bound > 0
+
+
+def needs_old_logprobs(config: Config) -> bool:
+    """Whether the log-probs of finished rows are recomputed under the policy."""
+    return POLICY_LOSSES.entry(config.trainer.algorithm.policy_loss_type).needs_old_logprobs or _weighs_returns(config)
+
+
 def estimator_rules(config: Config) -> Iterator[str]:
     """The estimator is known, has enough samples, rewards that it can take, and all groups at once where it needs them."""
     algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
@@ -29,6 +45,17 @@ def estimator_rules(config: Config) -> Iterator[str]:
         yield (
             f"trainer.stream_mini_batch must be false or null {reason}, got true: its advantages "
             "depend on all groups of a step; choose rloo or grpo to train groups as they finish"
+        )
+    if algorithm.advantage_batch_normalize and config.trainer.stream_mini_batch:
+        yield (
+            "trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_batch_normalize=true, got true: it takes the "
+            "mean over all groups of a step"
+        )
+    if entry.needs_values and config.trainer.deterministic and config.trainer.staleness_bound:
+        yield (
+            f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and {reason.removeprefix('with ')}, got "
+            f"{config.trainer.staleness_bound}: values are computed by the critic that is there when a group is finished, which depends on "
+            "how long training takes"
         )
     if algorithm.advantage_estimator != "maxrl":
         return
@@ -102,10 +129,10 @@ def worker_rules(config: Config) -> Iterator[str]:
             f"training.num_ref_workers must be 0 with trainer.algorithm.ref_logp=inline, got {num_ref}: inline is on "
             "the policy workers; set trainer.algorithm.ref_logp=stage"
         )
-    if num_logp and not POLICY_LOSSES.entry(loss).needs_old_logprobs:
+    if num_logp and not needs_old_logprobs(config):
         yield (
             f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={loss}, got "
-            f"{num_logp}: decoupled_ppo asks for recomputed log-probs, and cispo_old; it does not"
+            f"{num_logp}: decoupled_ppo asks for recomputed log-probs, and cispo_old, and gae with vtrace_clip and staleness; it does not"
         )
 
 
@@ -149,6 +176,10 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
     for key in (*_TOKEN_BOUNDS, "m2_threshold"):
         if (value := getattr(correction, key)) is not None:
             wrong[f"{_PREFIX}.{key}={value:g}"] = "tokens of the policy itself count as far off; leave it null"
+    if _weighs_returns(config):
+        wrong[f"trainer.algorithm.vtrace_clip={algorithm.vtrace_clip:g}"] = (
+            "what follows a stale token counts too little; set vtrace_clip=null"
+        )
     if algorithm.use_kl_in_reward:
         wrong["trainer.algorithm.use_kl_in_reward=true"] = (
             "every token of an answer adds to its divergence from the reference; set use_kl_loss=true, which has the policy's log-probs"

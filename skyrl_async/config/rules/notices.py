@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from skyrl_async.config.rules.algorithm import sequence_settings
+from skyrl_async.config.rules.algorithm import needs_critic, sequence_settings
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import (
     ESTIMATORS_THAT_READ,
@@ -71,6 +71,8 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
         (_ALGORITHM, of_kl, algorithm.uses_reference, _REFERENCE),
         ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
+        ("trainer.critic", (), needs_critic(config), "advantage_estimator=gae or turn_gae"),
+        ("training", ("num_critic_workers",), needs_critic(config), "advantage_estimator=gae or turn_gae"),
         (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),
         (_ALGORITHM, ("entropy_loss_coef",), algorithm.use_entropy_loss, "use_entropy_loss=true"),
         (_ALGORITHM, ("overlong_buffer_penalty_factor",), algorithm.overlong_buffer_len > 0, "overlong_buffer_len"),

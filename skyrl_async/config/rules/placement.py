@@ -6,13 +6,13 @@ Knows neither Ray nor what a stage does.
 import os
 from collections.abc import Iterator, Mapping
 
+from skyrl_async.config.rules.algorithm import needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config, PlacementConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
-from skyrl_async.registries import POLICY_LOSSES
 
 BROADCASTS = (WeightTransfer.gloo, WeightTransfer.nccl)
 """To every engine, wherever it is."""
@@ -26,6 +26,9 @@ def stage_sizes(config: Config) -> Mapping[str, StageSize]:
         "policy": StageSize(num_actors=training.num_workers, num_key="training.num_workers"),
         "ref": StageSize(num_actors=training.num_ref_workers, num_key="training.num_ref_workers"),
         "logp": StageSize(num_actors=training.num_logp_workers, num_key="training.num_logp_workers"),
+        "critic": StageSize(
+            num_actors=training.num_critic_workers if needs_critic(config) else 0, num_key="training.num_critic_workers"
+        ),
         "generate": StageSize(
             num_actors=engine.num_engines if engine.backend is EngineBackend.vllm else 0,
             num_key="engine.num_engines",
@@ -46,7 +49,7 @@ def _on_policy_workers(config: Config) -> list[str]:
     algorithm = config.trainer.algorithm
     asked = {
         "ref": algorithm.uses_reference,
-        "logp": POLICY_LOSSES.entry(algorithm.policy_loss_type).needs_old_logprobs,
+        "logp": needs_old_logprobs(config),
     }
     return [stage for stage, is_asked in asked.items() if is_asked and stage not in stage_sizes(config)]
 

@@ -166,7 +166,28 @@ class AlgorithmConfig:
     exact for groups of any size), maxrl (centred, over the mean; rewards of 0 and 1). Over the mini-batch: reinforce++ (normalised),
     reinforce++_baseline (centred within the group, then normalised). By turn, from what the environment gives for each: turn_rloo (what
     follows a turn, less the mean of the others: exact, however many turns each took), gigpo (turns shown the same are compared too),
-    turn_credit (rloo, moved towards the turns before a reward). Or package.module:function in place of a name, of the rewards of a group.
+    turn_credit (rloo, moved towards the turns before a reward). From a critic's values (trainer.critic), which makes
+    generator.n_samples_per_prompt=1 possible: gae (over tokens), turn_gae (over turns). Or package.module:function in place of a name, of
+    the rewards of a group.
+    """
+    gamma: float = bounded(1.0, ge=0, le=1)
+    """What a reward counts one token earlier with gae, one turn earlier with turn_gae."""
+    lambd: float = bounded(1.0, ge=0, le=1)
+    """How far gae and turn_gae look past the next value: 1 takes what was earned less the value, which is unbiased; below 1 there is less
+    noise, and the critic's errors become bias.
+    """
+    value_clip: float | None = bounded(0.2, gt=0)
+    """How far a critic's value moves in a step from what it was when its answer was finished, in units of the reward; null: as far as it
+    likes.
+    """
+    vtrace_clip: float | None = bounded(1.0, gt=0)
+    """Largest importance weight of V-trace: what follows a token that an older policy sampled counts by how likely the present one is to
+    sample it, in the advantages and returns of gae and turn_gae. It asks for recomputed log-probs where max_staleness_steps is above 0
+    (training.num_logp_workers). Null: nothing is weighted.
+    """
+    advantage_batch_normalize: bool = False
+    """Give the advantages of a mini-batch's tokens mean 0 and standard deviation 1, as SkyRL's and verl's gae always do. Every group of the
+    step has to be there first: it turns trainer.stream_mini_batch off.
     """
     turn_discount: float = bounded(1.0, ge=0, le=1)
     """What a reward counts for the turn before its own, of turn_rloo and gigpo. Below 1 their advantages follow another gradient than the
@@ -305,5 +326,6 @@ ESTIMATORS_THAT_READ = {
     "gigpo.step_advantage_w": ("gigpo",),
     "turn_credit.decay": ("turn_credit",),
     "turn_credit.weight": ("turn_credit",),
+    **dict.fromkeys(("gamma", "lambd", "value_clip", "vtrace_clip"), ("gae", "turn_gae")),
 }
 """Key under ``trainer.algorithm`` -> the built-in advantage estimators that read it."""

@@ -47,6 +47,18 @@ class RefConfig:
 
 
 @dataclass
+class CriticConfig:
+    path: str | None = None
+    """Local Hugging Face directory of the model that the critic begins with; a value head takes the place of its output projection. Null:
+    the policy that training begins with.
+    """
+    lr: float = bounded(5e-6, gt=0)
+    """Peak learning rate; the rest of its optimizer is the policy's (training.*). Default: SkyRL's."""
+    warmup_steps: int = bounded(0, ge=0)
+    """First steps in which the critic alone is trained: the policy's gradients are dropped."""
+
+
+@dataclass
 class GuardConfig:
     scale_lr_by_ess: bool = False
     """Multiply a step's learning rate by the square root of policy/sequence_ess, which stale answers lower (VCPO)."""
@@ -133,6 +145,8 @@ class TrainerConfig:
     """Dynamic sampling, and SkyRL's names of two keys."""
     ref: RefConfig = field(default_factory=RefConfig)
     """The frozen reference of trainer.algorithm.use_kl_loss and use_kl_in_reward."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of advantage_estimator=gae and turn_gae, on training.num_critic_workers."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """What holds back a step whose answers are far from the policy."""
     samples: SamplesConfig = field(default_factory=SamplesConfig)

@@ -26,6 +26,7 @@ from skyrl_async.training.backends.packing import check_rows_are_apart, read_pac
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.sharded import ShardedBackend
 from skyrl_async.training.backends.token_logprobs import TokenLogprobs
+from skyrl_async.training.backends.token_values import TokenValues
 
 Reference = Callable[[], contextlib.AbstractContextManager[TokenLogprobs]]
 """Opens the reference: its log-probs are the reference's inside the context only."""
@@ -60,10 +61,20 @@ def load_reference(
 
 def make_token_logprobs(model: nn.Module, settings: TrainingSettings) -> TokenLogprobs:
     """Wrap a model that a backend has built. Collective. Raises ``ConfigError`` if the model cannot read packed rows."""
+    _prepare_packing(model, settings)
+    return TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
+
+
+def make_token_values(model: nn.Module, settings: TrainingSettings) -> TokenValues:
+    """Wrap a critic that a backend has built. As ``make_token_logprobs``."""
+    _prepare_packing(model, settings)
+    return TokenValues(model)
+
+
+def _prepare_packing(model: nn.Module, settings: TrainingSettings) -> None:
     if settings.use_sample_packing:
         read_packed_rows(model)
         check_rows_are_apart(model)
-    return TokenLogprobs(model, chunk_size=settings.logprobs_chunk_size)
 
 
 def make_objective(settings: TrainingSettings) -> Objective:

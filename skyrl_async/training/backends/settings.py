@@ -73,6 +73,11 @@ class TrainingSettings:
     """Local Hugging Face directory of the reference. None: the initial policy; with adapters, the policy without them and no second
     model."""
 
+    is_critic: bool = False
+    """The model has a value head in place of its output projection, and its values are trained towards returns."""
+    value_clip: float | None = 0.2
+    """> 0: how far a critic's value may move from what it was when its row was finished; None: as far as it likes."""
+
     policy_loss: str = "ppo_clip"
     """Name known to ``registries.POLICY_LOSSES``, or ``package.module:function``."""
     loss_constants: LossConstants = field(default_factory=LossConstants)

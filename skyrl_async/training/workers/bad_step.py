@@ -22,12 +22,14 @@ class TrainedRows:
 
     directory: str | None
     """For the files; None: rows are not written."""
+    outputs: str = "policy_logprobs"
+    """What the rank computes for each sampled token, in the files."""
     _micro_batches: list[tuple[tuple[Row, ...], Tensor]] = field(default_factory=list, init=False)
     _version: int = field(default=0, init=False)
 
-    def add(self, rows: Sequence[Row], logprobs: Tensor, version: int) -> None:
-        """Add a micro-batch. ``logprobs``: (N,) float32, nats, of its sampled tokens under the policy at ``version``, which is trained."""
-        self._micro_batches.append((tuple(rows), logprobs.detach()))
+    def add(self, rows: Sequence[Row], outputs: Tensor, version: int) -> None:
+        """Add a micro-batch. ``outputs``: (N,) float32 of its sampled tokens; ``version`` of the policy is trained."""
+        self._micro_batches.append((tuple(rows), outputs))
         self._version = version
 
     def clear(self) -> None:
@@ -51,10 +53,10 @@ class TrainedRows:
         return "; ".join([f"The step's rows, with their log-probs and advantages, {where}", *failures])
 
     def _write(self, directory: Path) -> str | None:
-        """Write ``version_<v>_rank_<r>.jsonl``: each row's inputs and the policy's log-probs. Returns its path; None without rows.
+        """Write ``version_<v>_rank_<r>.jsonl``: each row's inputs and the model's outputs. Returns its path; None without rows.
 
-        Log-probs are nats, one per response token; the policy's are null for tokens that it did not sample. Numbers that are not finite are
-        written as NaN and Infinity, which Python reads.
+        Log-probs are nats, one per response token; ``outputs`` are null for tokens that the policy did not sample. Numbers that are not
+        finite are written as NaN and Infinity, which Python reads.
         """
         if not self._micro_batches:
             return None
@@ -64,8 +66,8 @@ class TrainedRows:
         return str(path)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        for rows, logprobs in self._micro_batches:
-            values = iter(logprobs.tolist())
+        for rows, outputs in self._micro_batches:
+            values = iter(outputs.tolist())
             for row in rows:
                 trajectory = row.trajectory
                 yield {
@@ -77,7 +79,8 @@ class TrainedRows:
                     "old_logprobs": trajectory.old_logprobs,
                     "ref_logprobs": trajectory.ref_logprobs,
                     "marks": trajectory.marks,
-                    "policy_logprobs": [
+                    "values": trajectory.values,
+                    self.outputs: [
                         next(values) if is_sampled else None for is_sampled in trajectory.loss_mask.tolist()
                     ],
                     "reward": trajectory.reward,

@@ -33,8 +33,8 @@ class RankWork:
     version: int
     """Policy version being trained."""
     has_gradient: bool
-    """False if every advantage is 0, no token is marked and the loss has no other term. The gradient is then exactly 0; only figures are
-    computed.
+    """False if every advantage is 0, no token is marked and a policy's loss has no other term. The gradient is then exactly 0; only figures
+    are computed.
     """
     runs_reference: bool = False
     """Whether every rank computes reference log-probs of all its rows: some row, on any rank, came without."""
@@ -60,7 +60,7 @@ def split_work(
     rows = [_row(trajectory, values) for trajectory, values in pairs if trajectory.num_sampled_tokens > 0]
     runs_reference = _runs_reference(rows, settings)
     has_marks = any(row.trajectory.marks is not None and row.trajectory.marks.any() for row in rows)
-    has_other_terms = bool(rows) and (settings.kl_coef > 0 or settings.entropy_coef > 0)
+    has_other_terms = bool(rows) and (settings.is_critic or settings.kl_coef > 0 or settings.entropy_coef > 0)
     has_gradient = has_marks or has_other_terms or any(row.advantages.any() for row in rows)
     return [
         RankWork(
@@ -106,6 +106,8 @@ def _plans(rows: Sequence[Row], settings: TrainingSettings, num_ranks: int) -> l
 
 def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
     """Whether the ranks compute reference log-probs. Raises ``TrainingError`` if a row lacks what they cannot compute."""
+    if settings.is_critic:
+        return False
     loss = POLICY_LOSSES.entry(settings.policy_loss)
     if loss.needs_old_logprobs and any(row.trajectory.old_logprobs is None for row in rows):
         raise TrainingError(
@@ -176,9 +178,17 @@ class PolicyOverRanks(ABC):
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """As ``Policy``. Raises ``TrainingError`` if ranks hold different versions."""
+        return await self._of_rows("logprobs_of", trajectories, model)
+
+    async def values_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        """As ``Critic``. Raises ``TrainingError`` if ranks hold different versions."""
+        return await self._of_rows("values_of", trajectories)
+
+    async def _of_rows(self, method: str, trajectories: Sequence[Trajectory], *arguments: Any) -> RowLogprobs:
+        """Deal rows to the ranks, and join the columns that ``method`` returns for them."""
         rows = [_row(row, 0.0) for row in trajectories if row.num_sampled_tokens]
         plans = _plans(rows, self._settings, self._num_ranks)
-        answers = await self._call_each("logprobs_of", [(_picked(rows, plan), model) for plan in plans])
+        answers = await self._call_each(method, [(_picked(rows, plan), *arguments) for plan in plans])
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -26,36 +26,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEWER_VERSION_TIMEOUT_S = 600.0
-ComputeLogprobs = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
-"""``LogprobWorkers.logprobs_of``, or ``Policy.logprobs_of`` with one model."""
+ComputeColumns = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
+"""``LogprobWorkers.logprobs_of``, ``Policy.logprobs_of`` with one model, or ``Critic.values_of``."""
 
 
-class LogprobStageWork:
-    """The work of the stages ``ref_logp`` and ``logp``: fills in the log-probs that a finished group's rows lack.
+@dataclass(frozen=True, slots=True)
+class ColumnStageWork:
+    """The work of the stages ``ref_logp``, ``logp`` and ``values``: fills in the column that a finished group's rows lack.
 
-    Some rows of a group from a checkpoint have them already.
-
-    Args:
-        compute: computes log-probs under ``model``.
-        model: which field to fill: ``ref_logprobs`` for the reference, ``old_logprobs`` and ``old_version`` for the policy.
+    Some rows of a group from a checkpoint have it already.
     """
 
-    def __init__(self, compute: ComputeLogprobs, model: LogprobModel) -> None:
-        self._compute = compute
-        self._is_ref = model is LogprobModel.REF
+    compute: ComputeColumns
+    column: str
+    """Field of ``Trajectory``."""
+    version: str | None = None
+    """Field of ``Trajectory`` that gets the version of the weights; None: none does."""
 
     async def __call__(self, group: Group) -> Group:
-        """Return the group with log-probs in every row. Rows that have them keep them."""
+        """Return the group with the column in every row. Rows that have it keep it."""
         rows = list(group.trajectories)
-        lacking = [i for i, row in enumerate(rows) if (row.ref_logprobs if self._is_ref else row.old_logprobs) is None]
+        lacking = [i for i, row in enumerate(rows) if getattr(row, self.column) is None]
         if not lacking:
             return group
-        found = await self._compute([rows[index] for index in lacking])
+        found = await self.compute([rows[index] for index in lacking])
+        version: dict[str, Any] = {} if self.version is None else {self.version: found.version}
         for index, values in zip(lacking, found.values, strict=True):
-            filled = (
-                {"ref_logprobs": values} if self._is_ref else {"old_logprobs": values, "old_version": found.version}
-            )
-            rows[index] = replace(rows[index], **filled)
+            rows[index] = replace(rows[index], **{self.column: values}, **version)
         return replace(group, trajectories=tuple(rows))
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.algorithms.batching import Row, collate
-from skyrl_async.algorithms.losses import merge_figures, token_figures
-from skyrl_async.algorithms.off_policy import sample_size_figures
-from skyrl_async.columns import Logprobs, TokenIds
+from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.columns import Logprobs, TokenIds, Values
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.assembly import (
@@ -31,18 +30,21 @@ from skyrl_async.training.backends.assembly import (
     make_backend,
     make_objective,
     make_token_logprobs,
+    make_token_values,
 )
 from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.sharded import ShardedBackend
 from skyrl_async.training.backends.state_files import failing_together, save_state
-from skyrl_async.training.backends.token_logprobs import Entropies, TokenLogprobs, batch_logprobs
+from skyrl_async.training.backends.token_logprobs import TokenLogprobs, batch_logprobs
+from skyrl_async.training.backends.token_values import TokenValues, replace_head
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_manifest, write_manifest
 from skyrl_async.training.export.staging import DeviceCopies, Staging
 from skyrl_async.training.protocol import LOGPROBS, SharedWeights
 from skyrl_async.training.workers.bad_step import TrainedRows
 from skyrl_async.training.workers.dispatch import MicroBatches, RankWork
+from skyrl_async.training.workers.rank_losses import CriticLoss, PolicyLoss, RankLoss, opened
 from skyrl_async.types import LogprobModel, RowLogprobs, WeightUpdate
 from skyrl_async.weights.formats import WEIGHTS_FILE
 
@@ -65,10 +67,14 @@ class PolicyRank:
         self._store: dist.Store | None = None
         self._staging = Staging()
         self._copies = DeviceCopies(torch.device(settings.device))
-        self._trained_rows = TrainedRows(directory=settings.bad_step_dir)
-        self._objective = make_objective(settings)
+        outputs = "critic_values" if settings.is_critic else "policy_logprobs"
+        self._trained_rows = TrainedRows(directory=settings.bad_step_dir, outputs=outputs)
         self._backend: ShardedBackend
         self._token_logprobs: TokenLogprobs
+        """Of a policy."""
+        self._token_values: TokenValues
+        """Of a critic."""
+        self._loss: RankLoss
         self._reference: Reference | None = None
         self._model_type: str
 
@@ -127,11 +133,21 @@ class PolicyRank:
         settings = self._settings
         rank_process.seed_all(settings.seed + self._rank)
         model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
+        if settings.is_critic:
+            replace_head(model, seed=settings.seed)
         self._model_type = str(model.config.model_type)
         self._device = device
         self._backend = make_backend(settings, device)
-        self._token_logprobs = make_token_logprobs(self._backend.build(model), settings)
-        self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
+        built = self._backend.build(model)
+        if settings.is_critic:
+            self._token_values = make_token_values(built, settings)
+            self._loss = CriticLoss(self._token_values, settings.value_clip)
+        else:
+            self._token_logprobs = make_token_logprobs(built, settings)
+            self._reference = load_reference(settings, device, self._backend, self._token_logprobs)
+            self._loss = PolicyLoss(
+                self._token_logprobs, make_objective(settings), settings.temperature, self._reference
+            )
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
         does, path = "trains" if settings.trains else "holds", settings.policy_path
         logger.info("rank %d of %d %s %s: %d parameters", self._rank, self._num_ranks, does, path, num_parameters)
@@ -164,34 +180,16 @@ class PolicyRank:
 
     def _run_micro_batch(self, rows: Sequence[Row], work: RankWork, *, is_last: bool) -> dict[str, Any]:
         batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
-        ref_logprobs = batch.ref_logprobs
-        if work.runs_reference:
-            with self._open_reference() as reference:
-                ref_logprobs = batch_logprobs(reference, batch, temperature=self._settings.temperature)
         with contextlib.nullcontext() if work.has_gradient else torch.no_grad():
-            logprobs, entropies = self._token_logprobs(
-                batch.input_ids,
-                batch.positions,
-                batch.targets,
-                temperature=self._settings.temperature,
-                entropies=Entropies.GRADIENTS if self._objective.entropy_coef else Entropies.VALUES,
-                row_lengths=batch.row_lengths,
-            )
-            loss = self._objective(logprobs, batch, ref_logprobs, entropies)
+            loss = self._loss(batch, work)
         if work.has_gradient:
             self._require_training("take gradients")
             self._backend.backward(loss.total, is_last=is_last)
         if not rows:
             return {}
-        self._trained_rows.add(rows, logprobs, work.version)
-        lags = (work.version - batch.versions).clamp(min=0)  # (N,) versions between sampling and training
-        figures = token_figures(loss.tokens, logprobs.detach(), batch.behavior_logprobs, lags)
-        figures |= sample_size_figures(logprobs, batch, lags)
-        if loss.corrected is not None:
-            figures |= loss.corrected.figures(lags)
-        figures["entropy_sum"] = entropies.detach().double().sum().item()
-        returned = {LOGPROBS: _by_row(logprobs.detach(), rows)} if self._settings.returns_logprobs else {}
-        return figures | loss.figures() | {_TOTAL: loss.total.item()} | returned
+        self._trained_rows.add(rows, loss.outputs, work.version)
+        returned = {LOGPROBS: _by_row(loss.outputs, rows)} if self._settings.returns_logprobs else {}
+        return loss.figures() | {_TOTAL: loss.total.item()} | returned
 
     def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``. As ``Policy.step``.
@@ -227,17 +225,21 @@ class PolicyRank:
     def logprobs_of(self, micro_batches: MicroBatches, model: LogprobModel) -> RowLogprobs:
         """Log-probs of this rank's rows: per row of all micro-batches, one value per sampled token."""
         is_ref, found = model is LogprobModel.REF, list[Logprobs]()
-        with self._open_reference() if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
+        with opened(self._reference) if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
             for rows in micro_batches:
                 batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
                 values = batch_logprobs(forward, batch, temperature=self._settings.temperature)
                 found += _by_row(values, rows)
         return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version)
 
-    def _open_reference(self) -> contextlib.AbstractContextManager[TokenLogprobs]:
-        if self._reference is None:
-            raise TrainingError("these workers hold no reference model; give them one, or ask workers that have it")
-        return self._reference()
+    @torch.no_grad()
+    def values_of(self, micro_batches: MicroBatches) -> RowLogprobs:
+        """A critic's values of this rank's rows: per row of all micro-batches, one per sampled token."""
+        found = list[Values]()
+        for rows in micro_batches:
+            batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
+            found += _by_row(self._token_values(batch.input_ids, batch.positions, row_lengths=batch.row_lengths), rows)
+        return RowLogprobs(values=tuple(found), version=self._backend.version)
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Replace the weights of a model that does not train. Raises ``TrainingError``; the previous version stays."""

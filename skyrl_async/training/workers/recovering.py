@@ -33,7 +33,7 @@ from skyrl_async.errors import (
     WorkerDiedError,
 )
 from skyrl_async.runtime.daemon_threads import NumberedDirectories
-from skyrl_async.training.protocol import WAIT_SECONDS, SendingPolicy, SharedWeights
+from skyrl_async.training.protocol import WAIT_SECONDS, Critic, SendingPolicy, SharedWeights
 from skyrl_async.training.workers.journal import CallJournal
 from skyrl_async.types import LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
@@ -64,7 +64,7 @@ class RestartedWorkers(ABC, Generic[W]):
         max_restarts: >= 0, over all calls. A restart that fails counts too.
     """
 
-    kind: ClassVar[str]
+    kind: str
     """What the log calls the workers."""
     retried_after: ClassVar[tuple[type[SkyRLAsyncError], ...]] = LOST
     """Failures of a restart that are answered by another one."""
@@ -159,8 +159,12 @@ class _Gathered:
     """Whether no step was made since."""
 
 
-class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
-    """Implements ``training.protocol.SendingPolicy``. ``started`` comes first, ``close`` last.
+class TrainedWorkers(SendingPolicy, Critic, Protocol):
+    """Workers with a policy, or a critic: ``TrainingSettings.is_critic`` says which calls they can answer."""
+
+
+class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
+    """Implements ``training.protocol.SendingPolicy``, or ``Critic``. ``started`` comes first, ``close`` last.
 
     Args:
         start: starts workers with the initial policy. Called again for each restart, after the previous workers are closed.
@@ -168,20 +172,22 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         directory: for a checkpoint of the policy alone, written if the journal outgrows ``max_journal_bytes`` before there is
             another; removed by ``close``.
         max_journal_bytes: about 20 per token trained.
+        kind: what the log calls the workers.
     """
 
-    kind = "policy workers"
     retried_after = (TrainingError, DeadlineError)
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[SendingPolicy]],
+        start: Callable[[], Awaitable[TrainedWorkers]],
         *,
         max_restarts: int,
         directory: Path,
         max_journal_bytes: int = 1 << 30,
+        kind: str = "policy workers",
     ) -> None:
         super().__init__(start, max_restarts=max_restarts)
+        self.kind = kind
         self._lock = asyncio.Lock()
         self._num_calls = 0
         """Calls that run or wait for the lock."""
@@ -224,10 +230,14 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         """As ``Policy``."""
         return await self._call("logprobs_of", lambda p: p.logprobs_of(trajectories, model))
 
+    async def values_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        """As ``Critic``."""
+        return await self._call("values_of", lambda p: p.values_of(trajectories))
+
     async def gather_weights(self, version: int) -> int:
         """As ``Policy``."""
 
-        async def gather(policy: SendingPolicy) -> int:
+        async def gather(policy: TrainedWorkers) -> int:
             num_bytes = await policy.gather_weights(version)
             self._gathered = _Gathered(version=version, holder=policy)
             return num_bytes
@@ -249,7 +259,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
             await self._gather_again(gathered, lost)
 
     async def _gather_again(self, gathered: _Gathered, lost: SkyRLAsyncError | None) -> None:
-        async def gather(policy: SendingPolicy) -> None:
+        async def gather(policy: TrainedWorkers) -> None:
             if lost is not None and policy is gathered.holder:
                 raise lost
             if not gathered.is_current:
@@ -338,7 +348,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
 
         attempts = itertools.count()
 
-        async def save(policy: SendingPolicy) -> None:
+        async def save(policy: TrainedWorkers) -> None:
             if next(attempts):
                 self._own.delete(directory)  # lost workers have written a part of it
                 await self._own.deleted()
@@ -370,19 +380,19 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         logger.info("wrote %s in place of %d MB of calls since the last checkpoint", directory, num_bytes >> 20)
 
     async def _timed_call(
-        self, name: str, call: Callable[[SendingPolicy], Awaitable[dict[str, float]]]
+        self, name: str, call: Callable[[TrainedWorkers], Awaitable[dict[str, float]]]
     ) -> dict[str, float]:
         """Make a call and return its figures, with ``WAIT_SECONDS`` if others came first."""
         clock = asyncio.get_running_loop().time
         asked, must_wait = clock(), self._num_calls > 0
 
-        async def timed(policy: SendingPolicy) -> dict[str, float]:
+        async def timed(policy: TrainedWorkers) -> dict[str, float]:
             waited = {WAIT_SECONDS: clock() - asked} if must_wait else {}
             return await call(policy) | waited
 
         return await self._call(name, timed)
 
-    async def _call(self, name: str, call: Callable[[SendingPolicy], Awaitable[T]]) -> T:
+    async def _call(self, name: str, call: Callable[[TrainedWorkers], Awaitable[T]]) -> T:
         """Make a call, with new workers as often as it takes. Calls run one at a time, in the order in which they came."""
         self._num_calls += 1
         try:
@@ -395,7 +405,7 @@ class RecoveringPolicy(RestartedWorkers[SendingPolicy]):
         origin = "the initial policy" if self._base is None else str(self._base)
         return f", from {origin} with {self._journal.num_steps} steps to do again"
 
-    async def _restore(self, workers: SendingPolicy) -> str:
+    async def _restore(self, workers: TrainedWorkers) -> str:
         if self._base is not None:
             await workers.load(self._base)
         difference = await self._journal.replay(workers)

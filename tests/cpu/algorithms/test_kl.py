@@ -129,6 +129,7 @@ class TestObjective:
             row_indices=where,
             behavior_logprobs=tensor(-0.6, -2.8, -1.2),
             advantages=tensor(0.5, -1.0, 0.25),
+            returns=tensor(0.0, 0.0, 0.0),
             weights=tensor(*self.WEIGHTS),
             versions=where,
             ref_logprobs=tensor(*self.REF),

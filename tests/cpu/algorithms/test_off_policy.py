@@ -72,6 +72,7 @@ def batch_of(behavior: Tensor, advantages: Tensor, row_indices: Tensor, old: Ten
         row_indices=row_indices,
         behavior_logprobs=behavior,
         advantages=advantages,
+        returns=advantages,
         weights=torch.ones_like(advantages),
         versions=unused,
         ref_logprobs=None,

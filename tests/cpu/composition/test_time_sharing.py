@@ -17,7 +17,7 @@ from skyrl_async.runtime.stages import Channel, Stage, run_stage
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, PauseMode, RowLogprobs, Trajectory, WeightUpdate
 from skyrl_async.weight_sync.engine_time_sharing import EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -231,11 +231,15 @@ async def work_on_shared_devices(
             return Forward(groups["logp"], "logp")
 
         workers = await LogprobWorkers(start, max_restarts=0, device_lease=lease_of("logp", groups)).started()
-        in_line = on_leased_devices(LogprobStageWork(workers.logprobs_of, model), "logp", groups, workers.lease)
+        in_line = on_leased_devices(
+            ColumnStageWork(workers.logprobs_of, "old_logprobs", "old_version"), "logp", groups, workers.lease
+        )
     else:
         policy = leasing_policy(ModelledPolicy(seconds_per_token=0.6), groups)
         in_line = on_leased_devices(
-            LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model), "policy", groups
+            ColumnStageWork(lambda rows: policy.logprobs_of(rows, model), "old_logprobs", "old_version"),
+            "policy",
+            groups,
         )
     assert isinstance(in_line, OnSharedDevices)
     return in_line, in_line.lease_devices
@@ -262,7 +266,8 @@ def test_groups_waiting_for_log_probs_share_a_lease_and_each_is_a_call_of_its_ow
     def prepare(policy: ModelledPolicy) -> dict[str, Prepare]:
         def work_of(stage: str) -> Prepare:
             model = LogprobModel.REF if stage == "ref_logp" else LogprobModel.POLICY
-            work = LogprobStageWork(lambda rows: policy.logprobs_of(rows, model), model)
+            column = "ref_logprobs" if stage == "ref_logp" else "old_logprobs"
+            work = ColumnStageWork(lambda rows: policy.logprobs_of(rows, model), column)
 
             async def recorded(group: Group) -> Group:
                 called[stage].append(group.uid)

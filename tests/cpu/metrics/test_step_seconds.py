@@ -13,7 +13,7 @@ from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.training.workers.logprob_workers import LogprobStageWork
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork
 from skyrl_async.training.workers.recovering import RecoveringPolicy
 from skyrl_async.types import LogprobModel
 
@@ -113,7 +113,7 @@ def test_waiting_for_log_probs_that_policy_workers_compute_is_no_training(tmp_pa
         recovering = RecoveringPolicy(None, max_restarts=0, directory=tmp_path, max_journal_bytes=1)  # type: ignore[arg-type]
         recovering._workers = workers  # type: ignore[assignment]
         policy.forward_backward, policy.step = recovering.forward_backward, recovering.step  # type: ignore[method-assign]
-        return {"ref_logp": LogprobStageWork(lambda t: recovering.logprobs_of(t, LogprobModel.REF), LogprobModel.REF)}
+        return {"ref_logp": ColumnStageWork(lambda t: recovering.logprobs_of(t, LogprobModel.REF), "ref_logprobs")}
 
     async def main() -> Simulation:
         job = replace(JOB, num_engines=4, step_seconds=0.2, max_staleness_steps=4)

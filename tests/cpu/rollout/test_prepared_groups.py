@@ -13,7 +13,7 @@ from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.training.workers.logprob_workers import LogprobStageWork
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory
 
 SETTINGS = SimulationSettings(
@@ -39,8 +39,8 @@ def both_log_probs(policy: ModelledPolicy) -> dict[str, Prepare]:
         return await policy.logprobs_of(rows, LogprobModel.POLICY)
 
     return {
-        "ref_logp": LogprobStageWork(ref, LogprobModel.REF),
-        "logp": LogprobStageWork(old, LogprobModel.POLICY),
+        "ref_logp": ColumnStageWork(ref, "ref_logprobs"),
+        "logp": ColumnStageWork(old, "old_logprobs", "old_version"),
     }
 
 

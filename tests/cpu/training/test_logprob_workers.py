@@ -10,7 +10,7 @@ import pytest
 from skyrl_async.composition.logprobs import forward_settings, training_settings
 from skyrl_async.errors import DeadlineError, TrainingError, WorkerDiedError
 from skyrl_async.training.workers import logprob_workers
-from skyrl_async.training.workers.logprob_workers import LogprobStageWork, LogprobWorkers
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork, LogprobWorkers
 from skyrl_async.types import Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import varied_trajectories as trajectories
@@ -228,7 +228,7 @@ class TestStageWork:
             return RowLogprobs(values=tuple(row.logprobs[::-1] for row in rows), version=5)
 
         group = self.group([first, kept, third])
-        old = await LogprobStageWork(compute, POLICY)(group)
+        old = await ColumnStageWork(compute, "old_logprobs", "old_version")(group)
         assert asked == [first, third]
         assert old.trajectories == (
             replace(first, old_logprobs=first.logprobs[::-1], old_version=5),
@@ -236,7 +236,7 @@ class TestStageWork:
             replace(third, old_logprobs=third.logprobs[::-1], old_version=5),
         )
         assert (old.uid, old.admission_index, old.scheduled_version) == ("a", 3, 1)
-        both = await LogprobStageWork(compute, REF)(old)
+        both = await ColumnStageWork(compute, "ref_logprobs")(old)
         assert both.trajectories == tuple(replace(row, ref_logprobs=row.logprobs[::-1]) for row in old.trajectories)
         assert [row.old_version for row in both.trajectories] == [5, 2, 5]
 
@@ -246,4 +246,4 @@ class TestStageWork:
 
         (row,) = trajectories(1, seed=1)
         group = self.group([replace(row, ref_logprobs=row.logprobs)])
-        assert await LogprobStageWork(compute, REF)(group) is group
+        assert await ColumnStageWork(compute, "ref_logprobs")(group) is group

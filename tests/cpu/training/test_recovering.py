@@ -609,7 +609,9 @@ async def test_what_lost_workers_shared_is_not_there_any_more_and_that_is_no_fai
 async def test_with_one_checkpoint_kept_there_is_always_one_to_begin_with(tmp_path: Path) -> None:
     """Also when the disk is full before the newest is in its place: the one before stays, and so do the calls since."""
     policy = await started(Scripted(), tmp_path, max_restarts=10)
-    checkpointer = Checkpointer(tmp_path / "checkpoints", max_to_keep=1, on_written=policy.checkpoint_written)
+    checkpointer = Checkpointer(
+        tmp_path / "checkpoints", max_to_keep=1, on_written=lambda path: policy.checkpoint_written(path / "policy")
+    )
     for number in range(4):
         await policy.forward_backward(one_row(number), [1.0], number)
         await policy.step(1)

@@ -1,0 +1,62 @@
+"""The loss of a critic: its values and what they are trained towards in, one loss per token and figures out."""
+
+import torch
+from torch import Tensor
+
+from skyrl_async.algorithms.batching import MicroBatch
+from skyrl_async.algorithms.losses import TokenLoss
+
+
+def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, value_clip: float | None) -> TokenLoss:
+    """``max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2`` per token.
+
+    The clipped form is that of OpenAI's PPO (Engstrom et al., arXiv 2005.12729, section 3), as in SkyRL and verl: a value that has moved
+    by more than ``value_clip`` towards its return has no gradient.
+
+    Args:
+        values: (N,) float32, of the critic being trained, with gradient.
+        old_values: (N,) float32, when the row was finished; None does not clip.
+        returns: (N,) float32.
+        value_clip: > 0, in units of the reward; None does not clip.
+    """
+    error = (values - returns).square()
+    if value_clip is None or old_values is None:
+        return TokenLoss(loss=error / 2, is_clipped=torch.zeros_like(values, dtype=torch.bool))
+    clipped = (old_values + (values - old_values).clamp(-value_clip, value_clip) - returns).square()
+    return TokenLoss(loss=torch.maximum(error, clipped) / 2, is_clipped=clipped > error)
+
+
+@torch.no_grad()
+def value_figures(loss: TokenLoss, values: Tensor, batch: MicroBatch) -> dict[str, float]:
+    """Sums over N >= 1 tokens, from which ``explained_variance`` and the means of a step are made.
+
+    The residual is of the values from which advantages were computed, where the rows have them.
+    """
+    returns = batch.returns.double()
+    residual = returns - (values if batch.old_values is None else batch.old_values).double()
+    sums = {
+        "loss_sum": loss.loss.double().sum(),
+        "clipped_sum": loss.is_clipped.double().sum(),
+        "values_sum": values.double().sum(),
+        "returns_sum": returns.sum(),
+        "returns_squares": returns.square().sum(),
+        "residual_total": residual.sum(),
+        "residual_squares": residual.square().sum(),
+    }
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) | {"num_tokens": float(len(values))}
+
+
+def explained_variance(sums: dict[str, float]) -> float:
+    """``1 - Var(R - V) / Var(R)`` over the tokens of ``value_figures``: 1 of a perfect critic, 0 of a constant one.
+
+    0 where R does not vary.
+    """
+    num = sums["num_tokens"]
+
+    def variance(total: float, squares: float) -> float:
+        return squares / num - (total / num) ** 2
+
+    of_returns = variance(sums["returns_sum"], sums["returns_squares"])
+    if of_returns <= 1e-12:
+        return 0.0
+    return 1.0 - variance(sums["residual_total"], sums["residual_squares"]) / of_returns
