@@ -36,6 +36,8 @@ class AdvantageEntry:
     """A sample alone of its prompt has no advantage."""
     needs_values: bool = False
     """It reads a critic's values of the tokens."""
+    needs_baseline: bool = False
+    """It reads the mean of what earlier samples of the prompt earned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,8 @@ def _estimator(
 
 def _estimator_arguments(entry: AdvantageEntry) -> tuple[str, ...]:
     if entry.unit is Unit.SAMPLE:
-        return ("groups",) if entry.needs_mini_batch else ("rewards",)
+        rewards = ("rewards", "baseline") if entry.needs_baseline else ("rewards",)
+        return ("groups",) if entry.needs_mini_batch else rewards
     return ("groups" if entry.needs_mini_batch else "samples", "constants")
 
 
@@ -160,6 +163,7 @@ ADVANTAGE_ESTIMATORS = Registry(
             name: _estimator(name, f"{name}_advantages", unit=Unit.TURN)
             for name in ("turn_rloo", "gigpo", "turn_credit")
         },
+        "running_mean": _estimator("running_mean", "running_mean_advantages", needs_groups=False, needs_baseline=True),
         "gae": _estimator("gae", "gae_advantages", unit=Unit.TOKEN, needs_groups=False, needs_values=True),
         "turn_gae": _estimator("gae", "turn_gae_advantages", unit=Unit.TURN, needs_groups=False, needs_values=True),
     },

@@ -3,8 +3,7 @@
 An estimator (``estimators``) sees neither token ids nor tensors, only a handful of numbers per sample (``credit``), either of one group or
 of all groups of a mini-batch. It gives a number per sample, per turn or per token; the configuration names it.
 
-The reward stage computes advantages that depend on one group alone (``rollout.preparation``). ``StepAdvantages`` computes the others, and
-marks, when a step is put together.
+The reward stage computes advantages that depend on one group alone (``rollout.preparation``), ``step_advantages`` the others.
 """
 
 import math
@@ -15,18 +14,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.algorithms.credit import GroupRewards, SampleCredit, columns_of, constant_column, credit_of
-from skyrl_async.algorithms.estimators.gae import returns_of
+from skyrl_async.algorithms.credit import (
+    GroupRewards,
+    SampleCredit,
+    columns_of,
+    constant_column,
+    credit_of,
+    returns_of,
+)
 from skyrl_async.algorithms.settings import AdvantageConstants
-from skyrl_async.columns import NO_LOGPROBS, Advantages, Values, is_repeated, repeated
+from skyrl_async.columns import Advantages, Values
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, Unit, path_of
 from skyrl_async.samples import Sample, samples_of
 from skyrl_async.types import Group
 
 if TYPE_CHECKING:
-    from skyrl_async.algorithms.kl import KlPenalty
-    from skyrl_async.algorithms.policy_losses import Mark
+    from skyrl_async.algorithms.history import PromptRewards
 
 _KEY = "trainer.algorithm.advantage_estimator"
 
@@ -41,7 +45,7 @@ class AdvantageEstimator:
     What ``compute`` is called with:
 
         unit            a group alone                        all groups of a mini-batch (``needs_mini_batch``)
-        sample          rewards                              ``GroupRewards`` of each
+        sample          rewards, and baseline if needed      ``GroupRewards`` of each
         turn, token     ``SampleCredit`` of each, constants  the same of each group, constants
 
     It returns an advantage per sample; with a unit of turn or token a sequence per sample, (K,) or (N,) as ``SampleCredit`` has them. A
@@ -53,6 +57,8 @@ class AdvantageEstimator:
     needs_mini_batch: bool = False
     needs_values: bool = False
     """Whether it reads a critic's values; groups then get ``returns`` beside advantages."""
+    needs_baseline: bool = False
+    """Whether it reads what earlier samples of the prompt earned."""
     constants: AdvantageConstants = field(default_factory=AdvantageConstants)
 
     def __call__(self, groups: Sequence[GroupCredit]) -> Sequence[Sequence[Any]]:
@@ -60,16 +66,20 @@ class AdvantageEstimator:
         constants = () if self.unit is Unit.SAMPLE else (self.constants,)
         if self.needs_mini_batch:
             return self.compute(groups, *constants) if groups else ()
-        return [
-            self.compute(group.rewards if isinstance(group, GroupRewards) else group, *constants) for group in groups
-        ]
+        return [self.compute(*self._arguments(group), *constants) for group in groups]
 
-    def sees(self, samples: Sequence[tuple[Sample, Sample]], rewards: Sequence[float]) -> GroupCredit:
-        """A group as the estimator sees it: its samples, whole and as they are trained, and what each earned."""
+    def _arguments(self, group: GroupCredit) -> tuple[Any, ...]:
+        if not isinstance(group, GroupRewards):
+            return (group,)
+        return (group.rewards, group.baseline) if self.needs_baseline else (group.rewards,)
+
+    def sees(
+        self, samples: Sequence[tuple[Sample, Sample]], rewards: Sequence[float], baseline: float = 0.0
+    ) -> GroupCredit:
+        """A group as the estimator sees it: its samples, whole and as they are trained, what each earned, and the prompt's baseline."""
         if self.unit is Unit.SAMPLE:
-            return GroupRewards(
-                rewards=tuple(rewards), num_tokens=tuple(trained.num_sampled_tokens for _, trained in samples)
-            )
+            num_tokens = tuple(trained.num_sampled_tokens for _, trained in samples)
+            return GroupRewards(rewards=tuple(rewards), num_tokens=num_tokens, baseline=baseline)
         found = tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
         if self.needs_values and any(len(one.values) != sum(one.num_tokens) for one in found):
             raise TrainingError(f"{_KEY} needs trajectories with values, which a critic computes; some have none")
@@ -93,7 +103,7 @@ class AdvantageEstimator:
                 continue
             advantages |= dict(zip(rows, columns_of(trained, self.unit, of_sample), strict=True))
             if self.needs_values:
-                towards = returns_of(seen[index], self.unit, of_sample, self.constants)
+                towards = returns_of(seen[index], self.unit, of_sample, self.constants.vtrace_clip)
                 returns |= dict(zip(rows, columns_of(trained, Unit.TOKEN, towards, math.nan), strict=True))
         return advantages, returns
 
@@ -130,6 +140,7 @@ def with_advantages(
     estimator: AdvantageEstimator,
     reward_of: Callable[[Sample], float] = lambda sample: sample.shaped_reward,
     masked_group: MaskGroup = lambda group: group,
+    history: "PromptRewards | None" = None,
 ) -> list[Group]:
     """Return the groups with an advantage for every token. Abandoned and overlong samples get 0 and are in no baseline.
 
@@ -138,12 +149,19 @@ def with_advantages(
         estimator: computes the advantages; not called if no sample is left.
         reward_of: what a sample earned.
         masked_group: leaves out tokens that are not trained.
+        history: gives baselines, and gets what the groups earned; None: baselines are 0.
 
     Raises:
         TrainingError: the estimator does not return one finite advantage per sample, turn or token.
     """
     lives = [_live_pairs(group, masked_group(group)) for group in groups]
-    seen = [estimator.sees(pairs, [reward_of(whole) for whole, _ in pairs]) for pairs in lives if pairs]
+    seen = []
+    for group, pairs in zip(groups, lives, strict=True):
+        if pairs:
+            rewards = [reward_of(whole) for whole, _ in pairs]
+            seen.append(estimator.sees(pairs, rewards, history.baseline(group.uid) if history else 0.0))
+            if history:
+                history.add(group.admission_index, group.uid, rewards)
     found = iter(zip(seen, estimator(seen), strict=True))
     return [
         _with_columns(group, *(estimator.columns(pairs, *next(found)) if pairs else ({}, {})), estimator.needs_values)
@@ -171,98 +189,6 @@ def _with_columns(
     )
 
 
-def normalised(groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> list[Group]:
-    """The groups of a mini-batch with advantages of mean 0 and standard deviation 1 over their trained tokens.
-
-    SkyRL's ``advantage_batch_normalize``, and what its and verl's ``gae`` always does; of the standard deviation the unbiased estimate.
-    Groups whose tokens all have one advantage get 0.
-    """
-    masks = [[row.loss_mask for row in masked_group(group).trajectories] for group in groups]
-    pairs = [
-        pair
-        for group, of_group in zip(groups, masks, strict=True)
-        for pair in zip(group.advantages, of_group, strict=True)
-    ]
-    trained = np.concatenate([NO_LOGPROBS, *(column[mask] for column, mask in pairs)]).astype(np.float64)
-    if not len(trained):
-        return list(groups)
-    mean, std = trained.mean(), trained.std(ddof=1) if len(trained) > 1 else 0.0
-
-    def scaled(column: Advantages) -> Advantages:
-        if is_repeated(column) and len(column):
-            return repeated(float((column[0] - mean) / (std + 1e-8)), len(column))
-        return ((column - mean) / (std + 1e-8)).astype(np.float32)
-
-    return [
-        replace(
-            group,
-            advantages=tuple(
-                scaled(column) if row.num_sampled_tokens else column
-                for row, column in zip(group.trajectories, group.advantages, strict=True)
-            ),
-        )
-        for group in groups
-    ]
-
-
-@dataclass(frozen=True)
-class StepAdvantages:
-    """Computes advantages that depend on the other groups of the step, or on the KL penalty of the step."""
-
-    estimator: AdvantageEstimator | None = None
-    """None if groups have their advantages from the reward stage."""
-    penalty: "KlPenalty | None" = None
-    """Subtracted from rewards first; None for no penalty."""
-    normalises: bool = False
-    """Whether advantages are normalised over the mini-batch."""
-    mark: "Mark | None" = None
-    """Marks tokens afterwards; None if the loss needs no marks."""
-
-    def __call__(self, groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> Sequence[Group]:
-        """Return groups of one step with advantages and marks. Each group is passed once.
-
-        All groups of a step must be passed in one call if the estimator or the marks depend on all of them. Rewards and the penalty cover
-        whole answers; only trained tokens are counted and marked.
-        """
-        if self.estimator is not None:
-            groups = with_advantages(groups, self.estimator, self._reward_of, masked_group)
-        if self.normalises:
-            groups = normalised(groups, masked_group)
-        if self.mark is None:
-            return groups
-        marked = self.mark([masked_group(group) for group in groups])
-        return [_with_marks(*pair) for pair in zip(groups, marked, strict=True)]
-
-    def _reward_of(self, sample: Sample) -> float:
-        return sample.shaped_reward if self.penalty is None else self.penalty.penalised(sample)
-
-    def end_step(self) -> dict[str, float]:
-        """Called after each optimizer step; returns the figures of its penalty."""
-        return {} if self.penalty is None else self.penalty.end_step()
-
-    @property
-    def need_mini_batch(self) -> bool:
-        """Whether they are computed for all groups of a step at once."""
-        return (
-            self.normalises or self.mark is not None or (self.estimator is not None and self.estimator.needs_mini_batch)
-        )
-
-    @property
-    def kl_coef(self) -> float | None:
-        """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
-        return None if self.penalty is None else self.penalty.controller.coefficient
-
-    def restore(self, kl_coef: float | None) -> None:
-        """Restore a checkpoint's coefficient if it follows a target. A fixed coefficient always comes from the configuration."""
-        if kl_coef is not None and self.penalty is not None and self.penalty.controller.target is not None:
-            self.penalty.controller.coefficient = kl_coef
-
-
-def _with_marks(group: Group, marked: Group) -> Group:
-    rows = zip(group.trajectories, marked.trajectories, strict=True)
-    return replace(group, trajectories=tuple(replace(row, marks=of.marks) for row, of in rows))
-
-
 def make_advantage_estimator(name: str, constants: AdvantageConstants | None = None) -> AdvantageEstimator:
     """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names.
 
@@ -275,6 +201,7 @@ def make_advantage_estimator(name: str, constants: AdvantageConstants | None = N
         unit=entry.unit,
         needs_mini_batch=entry.needs_mini_batch,
         needs_values=entry.needs_values,
+        needs_baseline=entry.needs_baseline,
         constants=constants,
     )
 

@@ -28,6 +28,8 @@ class GroupRewards:
     """One finite reward per sample."""
     num_tokens: tuple[int, ...]
     """Trained tokens per sample, >= 0."""
+    baseline: float = 0.0
+    """Mean of what earlier samples of its prompt earned; 0 unless the estimator asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,13 @@ class SampleCredit:
         """(J,) ascending: the first trained token of each of the J turns that are trained, counted in N."""
         num_tokens = np.array(self.num_tokens)
         return (np.cumsum(num_tokens) - num_tokens)[num_tokens > 0]
+
+    def weights(self, unit: Unit, largest: float | None) -> NDArray[np.float64]:
+        """(N,) per trained token, or (J,) per trained turn: importance weights ``pi / mu``, at most ``largest``; None: 1."""
+        log_ratios = self.log_ratios.astype(np.float64)
+        if unit is Unit.TURN and len(log_ratios):
+            log_ratios = np.add.reduceat(log_ratios, self.first_tokens)
+        return np.ones_like(log_ratios) if largest is None else np.exp(np.minimum(log_ratios, math.log(largest)))
 
     def action_rewards(self, unit: Unit) -> NDArray[np.float64]:
         """(N,) per trained token, or (J,) per trained turn: what was earned from it on until the next one.
@@ -160,6 +169,27 @@ def columns_of(
     for column in found.values():
         column.flags.writeable = False
     return list(found.values())
+
+
+def returns_of(
+    sample: SampleCredit, unit: Unit, advantages: NDArray[np.float64], largest_weight: float | None
+) -> NDArray[np.float64]:
+    """(N,) what a critic's values of a sample are trained towards: ``V + w A``, the targets of V-trace (``estimators.gae``).
+
+    NaN where no value is trained: at all tokens of a turn but its first, where advantages are of turns.
+
+    Args:
+        sample: with ``values``.
+        unit: turn or token.
+        advantages: (K,) or (N,), what was earned less the value.
+        largest_weight: of ``SampleCredit.weights``.
+    """
+    values, weights = sample.values.astype(np.float64), sample.weights(unit, largest_weight)
+    if unit is Unit.TOKEN:
+        return values + weights * advantages
+    found, first = np.full(len(values), np.nan), sample.first_tokens
+    found[first] = values[first] + weights * advantages[np.array(sample.num_tokens) > 0]
+    return found
 
 
 def constant_column(row: Trajectory, advantage: float) -> Advantages:

@@ -68,6 +68,8 @@ class TrainerState:
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
     """Coefficient of the KL penalty in the reward at the next step; None without a penalty."""
+    prompt_rewards: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Uid -> sum of what its earlier samples earned and their number, both decayed; empty if no baseline is made of them."""
     num_recorded: int = 0
     """Rows of the record of samples."""
     filtered_in_a_row: dict[str, int] = field(default_factory=dict)
@@ -297,6 +299,15 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     """Step -> path of the checkpoints in a run's ``checkpoints``, ascending."""
     steps = {path.name.removeprefix(_PREFIX): path for path in directory.glob(f"{_PREFIX}*")}
     return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def require_critic(path: Path) -> None:
+    """Raise ``CheckpointError`` for a checkpoint of a run without a critic."""
+    if not (path / "critic").is_dir():
+        raise CheckpointError(
+            f"checkpoint {path} has no critic, and this run's trainer.algorithm.advantage_estimator needs one: resume with the estimator "
+            "that wrote it, or begin anew from its policy (policy.path)"
+        )
 
 
 def read_state(path: Path) -> TrainerState:

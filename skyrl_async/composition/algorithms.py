@@ -5,12 +5,14 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
+from skyrl_async.algorithms.history import PromptRewards
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.policy_losses import Mark
 from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
 from skyrl_async.algorithms.settings import AdvantageConstants, Bounds, CorrectionSettings, LossConstants
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
@@ -50,11 +52,18 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
     estimator = _estimator(algorithm)
     mark = _mark(algorithm)
-    is_of_stage = not (estimator.needs_mini_batch or estimator.needs_values or algorithm.use_kl_in_reward)
+    reads_more = estimator.needs_mini_batch or estimator.needs_values or estimator.needs_baseline
+    is_of_stage = not (reads_more or algorithm.use_kl_in_reward)
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
     return Advantages(
         of_stage=estimator if is_of_stage else None,
-        of_step=StepAdvantages(None if is_of_stage else estimator, penalty, algorithm.advantage_batch_normalize, mark),
+        of_step=StepAdvantages(
+            estimator=None if is_of_stage else estimator,
+            penalty=penalty,
+            history=PromptRewards(decay=algorithm.running_mean.decay) if estimator.needs_baseline else None,
+            normalises=algorithm.advantage_batch_normalize,
+            mark=mark,
+        ),
     )
 
 

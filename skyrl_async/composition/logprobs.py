@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
 from skyrl_async.composition.time_sharing import on_leased_devices
-from skyrl_async.config.rules.algorithm import needs_old_logprobs
+from skyrl_async.config.rules.algorithm import needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.deepspeed import read_user_config
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.rules.notices import advice, idle_settings
@@ -48,18 +48,21 @@ class LogprobParts:
 
 
 def check_logprobs(config: Config, policy_dir: Path) -> None:
-    """Warn of settings without effect or of doubtful use. Raises ``PolicyError`` when the reference has another vocabulary."""
+    """Warn of settings without effect or of doubtful use. Raises ``PolicyError`` when the reference or critic has another vocabulary."""
     for sentence in (*idle_settings(config), *advice(config)):
         logger.warning("%s", sentence)
-    reference = reference_path(config)
-    if reference is None or not config.trainer.algorithm.uses_reference:
-        return
-    sizes = [text_config(read_config(path)).get("vocab_size") for path in (str(policy_dir), reference)]
-    if sizes[0] != sizes[1]:
-        raise PolicyError(
-            f"trainer.ref.path={config.trainer.ref.path} has {sizes[1]} tokens and the policy {sizes[0]}: a reference must have the "
-            "policy's tokenizer"
-        )
+    beside = {
+        "trainer.ref.path": reference_path(config) if config.trainer.algorithm.uses_reference else None,
+        "trainer.critic.path": critic_path(config) if needs_critic(config) else None,
+    }
+    for key, path in beside.items():
+        if path is None:
+            continue
+        sizes = [text_config(read_config(str(each))).get("vocab_size") for each in (policy_dir, path)]
+        if sizes[0] != sizes[1]:
+            raise PolicyError(
+                f"{key}={path} has {sizes[1]} tokens and the policy {sizes[0]}: it must have the policy's tokenizer"
+            )
 
 
 def reference_path(config: Config) -> str | None:

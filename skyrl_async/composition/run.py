@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.checkpoint.checkpointer import require_critic
 from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.data import (
@@ -29,6 +30,7 @@ from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.time_sharing import device_groups
+from skyrl_async.config.rules.algorithm import needs_critic
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, HARBOR_TASK
 from skyrl_async.harbor.trials import check_harbor
@@ -136,6 +138,8 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     check_shared_memory(config, initial)
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)
+        if needs_critic(config):
+            require_critic(checkpoint)
     renderer = None
     if config.task.name not in BUILT_IN_TASKS:
         # A user's prompts may not fit: say so before anything boots. Built-in prompts fit, and loading takes seconds.

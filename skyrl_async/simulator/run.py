@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement

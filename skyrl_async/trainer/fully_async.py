@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.algorithms.advantages import StepAdvantages
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, PublishError
 from skyrl_async.metrics.run_totals import RunTotals

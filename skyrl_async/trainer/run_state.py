@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from skyrl_async.algorithms.advantages import StepAdvantages
-from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
+from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state, require_critic
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import OpenGroup, RunningGroup, admission_of
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -35,7 +35,7 @@ class RunSaver:
     checkpointer: Checkpointer | None
     """None writes nothing."""
     step_advantages: StepAdvantages
-    """Holds the KL coefficient, where that follows a target."""
+    """Holds the KL coefficient, where that follows a target, and what earlier samples of prompts earned."""
     newest: Path | None = field(default=None, init=False)
     """The checkpoint written or restored last."""
     step: int | None = field(default=None, init=False)
@@ -54,13 +54,15 @@ class RunSaver:
         """
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
+        if self.critic is not None:
+            require_critic(checkpoint)
         await self.policy.load(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.load(checkpoint / "critic")
         self.run.recorder.record.restore(state.num_recorded)
         await self.run.dataloader.load_state_from_checkpoint(state.dataloader)
         self.run.recorder.totals = totals = RunTotals(**state.totals)
-        self.step_advantages.restore(state.kl_coef)
+        self.step_advantages.restore(state.kl_coef, state.prompt_rewards)
         self.run.dataloader.check_running([(group.epoch, group.uid) for group in state.running])
         admissions = await self.run.staleness.load_state_from_checkpoint(
             state.step,
@@ -131,6 +133,7 @@ class RunSaver:
             running=self.run.workers.running_groups(),
             totals=asdict(self.run.recorder.totals),
             kl_coef=self.step_advantages.kl_coef,
+            prompt_rewards=self.step_advantages.prompt_rewards,
             num_recorded=self.run.recorder.record.num_rows,
             filtered_in_a_row=self.run.workers.finished_groups.filtered_in_a_row,
         )

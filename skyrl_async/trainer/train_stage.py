@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from skyrl_async.algorithms.advantages import StepAdvantages
 from skyrl_async.algorithms.aggregation import Aggregation
 from skyrl_async.algorithms.guard import Guard
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.columns import Logprobs
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.trainer import Schedule

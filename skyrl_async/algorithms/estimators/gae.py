@@ -19,9 +19,9 @@ def gae_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstant
 
     ``w_t = min(vtrace_clip, pi(t) / mu(t))`` corrects what follows a token for the policy that sampled it: V-trace (IMPALA, arXiv
     1802.01561, equation 1) with both of its bounds at ``vtrace_clip`` and its traces times ``lambd``. Its target of the value is
-    ``V_t + w_t A_t``, see ``returns_of``. The weight of token t itself is the policy loss's. A token that the policy itself has sampled
-    weighs exactly 1, whatever numerical differences there are between engine and trainer: their product over a long answer would cut off
-    its reward.
+    ``V_t + w_t A_t`` (``credit.returns_of``). The weight of token t itself is the policy loss's. A token that the policy itself has
+    sampled weighs exactly 1, whatever numerical differences there are between engine and trainer: their product over a long answer would
+    cut off its reward.
 
     Args:
         samples: samples of one group, with ``values``. They are not compared with each other.
@@ -55,25 +55,6 @@ def turn_gae_advantages(samples: Sequence[SampleCredit], constants: AdvantageCon
     return found
 
 
-def returns_of(
-    sample: SampleCredit, unit: Unit, advantages: NDArray[np.float64], constants: AdvantageConstants
-) -> NDArray[np.float64]:
-    """(N,) what a sample's values are trained towards: ``V_t + w_t A_t``; NaN where nothing is, as at all tokens of a turn but its first.
-
-    Args:
-        sample: with ``values``.
-        unit: turn or token.
-        advantages: what ``gae_advantages`` or ``turn_gae_advantages`` returns for it.
-        constants: ``vtrace_clip``.
-    """
-    values = sample.values.astype(np.float64)
-    if unit is Unit.TOKEN:
-        return values + _weights(sample, unit, constants) * advantages
-    found, first = np.full(len(values), np.nan), sample.first_tokens
-    found[first] = values[first] + _weights(sample, unit, constants) * advantages[np.array(sample.num_tokens) > 0]
-    return found
-
-
 def _advantages(sample: SampleCredit, unit: Unit, constants: AdvantageConstants) -> NDArray[np.float64]:
     """(N,) or (J,): of the tokens or turns that are trained."""
     values = sample.values.astype(np.float64)
@@ -81,18 +62,8 @@ def _advantages(sample: SampleCredit, unit: Unit, constants: AdvantageConstants)
         values = values[sample.first_tokens]
     following = np.append(values[1:], 0.0)[: len(values)]
     differences = sample.action_rewards(unit) + constants.gamma * following - values
-    weights = np.append(_weights(sample, unit, constants)[1:], 0.0)[: len(values)]
+    weights = np.append(sample.weights(unit, constants.vtrace_clip)[1:], 0.0)[: len(values)]
     return _discounted_sums(differences, constants.gamma * constants.lambd * weights)
-
-
-def _weights(sample: SampleCredit, unit: Unit, constants: AdvantageConstants) -> NDArray[np.float64]:
-    """(N,) or (J,) importance weights, cut."""
-    log_ratios = sample.log_ratios.astype(np.float64)
-    if unit is Unit.TURN and len(log_ratios):
-        log_ratios = np.add.reduceat(log_ratios, sample.first_tokens)
-    if constants.vtrace_clip is None:
-        return np.ones_like(log_ratios)
-    return np.exp(np.minimum(log_ratios, np.log(constants.vtrace_clip)))
 
 
 def _discounted_sums(terms: NDArray[np.float64], factors: NDArray[np.float64]) -> NDArray[np.float64]:

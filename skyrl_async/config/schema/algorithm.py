@@ -160,15 +160,21 @@ class TurnCreditConfig:
 
 
 @dataclass
+class RunningMeanConfig:
+    decay: float = bounded(0.9, ge=0, le=1)
+    """What samples of one visit to a prompt count beside those of the next."""
+
+
+@dataclass
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
     """Rewards to advantages. Within the group: grpo (centred, see grpo_norm_by_std), dr_grpo (centred), rloo (less the mean of the others:
     exact for groups of any size), maxrl (centred, over the mean; rewards of 0 and 1). Over the mini-batch: reinforce++ (normalised),
     reinforce++_baseline (centred within the group, then normalised). By turn, from what the environment gives for each: turn_rloo (what
     follows a turn, less the mean of the others: exact, however many turns each took), gigpo (turns shown the same are compared too),
-    turn_credit (rloo, moved towards the turns before a reward). From a critic's values (trainer.critic), which makes
-    generator.n_samples_per_prompt=1 possible: gae (over tokens), turn_gae (over turns). Or package.module:function in place of a name, of
-    the rewards of a group.
+    turn_credit (rloo, moved towards the turns before a reward). Without a group, so that generator.n_samples_per_prompt=1 works too:
+    running_mean (less the mean of what the prompt's earlier samples earned), and from a critic's values (trainer.critic) gae (over tokens)
+    and turn_gae (over turns). Or package.module:function in place of a name, of the rewards of a group.
     """
     gamma: float = bounded(1.0, ge=0, le=1)
     """What a reward counts one token earlier with gae, one turn earlier with turn_gae."""
@@ -197,6 +203,8 @@ class AlgorithmConfig:
     """Settings of advantage_estimator=gigpo."""
     turn_credit: TurnCreditConfig = field(default_factory=TurnCreditConfig)
     """Settings of advantage_estimator=turn_credit."""
+    running_mean: RunningMeanConfig = field(default_factory=RunningMeanConfig)
+    """Settings of advantage_estimator=running_mean."""
     reward_shaping: str | None = None
     """module:function that shapes rewards before advantages are computed: called with the samples of a group (skyrl_async.samples), it
     returns one number each. Metrics report the environment's reward.
@@ -326,6 +334,7 @@ ESTIMATORS_THAT_READ = {
     "gigpo.step_advantage_w": ("gigpo",),
     "turn_credit.decay": ("turn_credit",),
     "turn_credit.weight": ("turn_credit",),
+    "running_mean.decay": ("running_mean",),
     **dict.fromkeys(("gamma", "lambd", "value_clip", "vtrace_clip"), ("gae", "turn_gae")),
 }
 """Key under ``trainer.algorithm`` -> the built-in advantage estimators that read it."""

@@ -5,14 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_async.algorithms.advantages import (
-    AdvantageEstimator,
-    StepAdvantages,
-    make_advantage_estimator,
-    with_advantages,
-)
+from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, with_advantages
 from skyrl_async.algorithms.credit import SampleCredit
 from skyrl_async.algorithms.settings import AdvantageConstants
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit

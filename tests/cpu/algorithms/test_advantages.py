@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages, make_advantage_estimator
+from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
 from skyrl_async.algorithms.credit import GroupRewards
 from skyrl_async.algorithms.estimators.outcome import (
     dr_grpo_advantages,
@@ -19,6 +19,7 @@ from skyrl_async.algorithms.estimators.outcome import (
 )
 from skyrl_async.algorithms.estimators.reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
 from skyrl_async.algorithms.settings import AdvantageConstants
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.advantage_columns import numbers, row_advantages
@@ -182,7 +183,9 @@ def test_maxrl_refuses_negative_rewards() -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of dr_grpo, gigpo, grpo, .* got 'gpro'; did you mean grpo\?"):
+    with pytest.raises(
+        ConfigError, match=r"must be one of dr_grpo, gae, gigpo, grpo, .* got 'gpro'; did you mean grpo\?"
+    ):
         make_advantage_estimator("gpro")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator
 from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import LossTokens
 from skyrl_async.algorithms.policy_losses import (
@@ -25,6 +25,7 @@ from skyrl_async.algorithms.policy_losses import (
     token_covariances,
 )
 from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.columns import repeated
 from skyrl_async.composition.algorithms import Advantages, loss_constants, make_advantages
 from skyrl_async.errors import TrainingError

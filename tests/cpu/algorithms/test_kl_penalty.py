@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator
 from skyrl_async.algorithms.estimators.outcome import grpo_advantages, rloo_advantages
 from skyrl_async.algorithms.estimators.reinforce_pp import reinforce_pp_advantages
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.errors import TrainingError
@@ -275,5 +276,5 @@ class TestInTheLoop:
             StepAdvantages(penalty=penalty(coefficient=0.1, target=0.05)),
         )
         for estimate in (fixed, adaptive):
-            estimate.restore(0.7)
+            estimate.restore(0.7, {})
         assert (fixed.kl_coef, adaptive.kl_coef, StepAdvantages().kl_coef) == (0.1, 0.7, None)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, MaskGroup, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator, MaskGroup
 from skyrl_async.algorithms.credit import GroupRewards
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups

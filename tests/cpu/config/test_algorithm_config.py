@@ -43,7 +43,7 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
     [
         (
             [f"{ESTIMATOR}=gea"],
-            f"{ESTIMATOR} must be one of dr_grpo, gigpo, grpo, maxrl, .* or package.module:function, got 'gea'",
+            f"{ESTIMATOR} must be one of dr_grpo, gae, gigpo, grpo, maxrl, .* or package.module:function, got 'gea'",
         ),
         ([f"{ESTIMATOR}=rlo"], r"got 'rlo'; did you mean rloo\?"),
         ([f"{ESTIMATOR}=no.such:function"], f"{ESTIMATOR}='no.such:function' cannot be imported: No module named 'no'"),

@@ -144,11 +144,10 @@ def test_no_key_of_another_system_is_in_its_table_twice() -> None:
         ("trainer.epochs", "; SkyRL's, here trainer.num_epochs (with trainer.num_steps=null)"),
         ("use_tis", "; SkyRL's, here trainer.algorithm.off_policy_correction.tis_ratio_type (token for true, "),
         ("trainer.use_tis", "; SkyRL's, here trainer.algorithm.off_policy_correction.tis_ratio_type (token for true, "),
-        ("gamma", "; SkyRL's and verl's, needs no setting here: there is no critic"),
-        ("trainer.algorithm.gamma", "; SkyRL's, needs no setting here: there is no critic"),
+        ("gamma", "; did you mean trainer.algorithm.gamma?"),
         ("trainer.project_name", "; SkyRL's and verl's, here logging.wandb_project"),
         ("trainer.logger", "; SkyRL's, here logging.wandb=true for wandb, "),
-        ("trainer.critic.optimizer_config.lr", "; SkyRL's, needs no setting here: there is no critic"),
+        ("trainer.critic.optimizer_config.lr", "; SkyRL's, here trainer.critic.lr"),
         (
             "trainer.max_prompt_length",
             "; SkyRL's, without a counterpart: prompts that leave no room in engine.max_model_len",

@@ -12,6 +12,8 @@ import pytest
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.estimators.outcome import grpo_advantages
+from skyrl_async.algorithms.settings import AdvantageConstants
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy
@@ -36,11 +38,13 @@ from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork
 from skyrl_async.types import PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
@@ -118,6 +122,8 @@ class Job:
     """The same, of a configuration."""
     training: dict[str, Any] = field(default_factory=dict)
     """More settings of the policy."""
+    estimator: str = "grpo"
+    """``gae`` brings a critic."""
 
 
 STOPPED = Job(sampling=SamplingParams(max_tokens=40, stop=("e", "a", "S")), check_interval_steps=0)
@@ -131,6 +137,7 @@ class Running:
     trainer: FullyAsyncTrainer
     engine: DeterministicEngine
     policy: InProcessPolicy
+    critic: InProcessPolicy | None
     publisher: WeightPublisher
     workers: GenerationWorkers
     dataloader: _AsyncDataloader
@@ -242,16 +249,25 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         callbacks=TrainerCallbacks(log=lambda step, values: running[0].logged.append(values)),
         trace=trace,
     )
+    estimator = make_advantage_estimator(job.estimator, AdvantageConstants(lambd=0.9))
+    critic = InProcessPolicy(replace(settings, is_critic=True)) if estimator.needs_values else None
+    prepare = {"reward": reward_with(estimator)}
+    if critic is not None:
+        prepare = {"reward": reward_with(None), "values": ColumnStageWork(critic.values_of, "values")}
     trainer = FullyAsyncTrainer(
         run,
         policy=leasing,
         publisher=publisher,
-        prepare={"reward": reward_with(make_advantage_estimator("grpo"))},
+        prepare=prepare,
+        step_advantages=StepAdvantages(estimator if critic else None),
+        critic=CriticTraining(critic=critic) if critic else None,
         evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
     )
-    running.append(Running(trainer, engine, policy, publisher, run.workers, dataloader, run.staleness, turns, groups))
+    running.append(
+        Running(trainer, engine, policy, critic, publisher, run.workers, dataloader, run.staleness, turns, groups)
+    )
     return running[0]
 
 
@@ -270,6 +286,8 @@ def train(
             return Outcome(losses, await running.engine.checksum())
         finally:
             await running.policy.close()
+            if running.critic is not None:
+                await running.critic.close()
 
     return run_in_virtual_time(main())
 

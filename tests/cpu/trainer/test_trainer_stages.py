@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.algorithms.advantages import AdvantageEstimator, StepAdvantages
+from skyrl_async.algorithms.advantages import AdvantageEstimator
+from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
 from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.config.load import from_overrides

@@ -17,9 +17,10 @@ from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.config.schema.policy import LoraConfig
 from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.dispatch import PolicyOverRanks
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.rank import PolicyRank
-from skyrl_async.types import LogprobModel
+from skyrl_async.types import LogprobModel, RowLogprobs
 from tests.cpu import tiny_policies
 from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy
 from tests.cpu.two_ranks import OneOfTwo, RankPair
@@ -38,6 +39,9 @@ WAYS = (
     "zero2_lora",
     "zero3_lora",
     "zero3_tied",
+    "fsdp_critic",
+    "zero0_critic",
+    "zero3_critic",
 )
 OTHER_WAY = {
     "fsdp": "zero3",
@@ -48,6 +52,8 @@ OTHER_WAY = {
     "fsdp_lora": "zero3_lora",
     "fsdp_tied": "zero3_tied",
     "zero3_tied": "fsdp_tied",
+    "fsdp_critic": "zero3_critic",
+    "zero3_critic": "fsdp_critic",
 }
 """Who wrote a checkpoint -> who takes it up, on another number of ranks: another backend or stage."""
 Make = Callable[[TrainingSettings], InProcessPolicy]
@@ -68,7 +74,17 @@ def settings_of(way: str, directory: Path) -> TrainingSettings:
     if way.endswith("lora"):
         lora = LoraConfig(rank=3, alpha=6.0)
         settings = replace(settings, lora=lora, has_reference=True, kl_estimator="k3", kl_coef=0.1)
+    if way.endswith("critic"):
+        settings = replace(settings, is_critic=True)
     return settings
+
+
+async def outputs(policy: PolicyOverRanks, settings: TrainingSettings) -> RowLogprobs:
+    """A critic's values, or log-probs under the reference where there is one."""
+    rows = trajectories(5, seed=3)
+    if settings.is_critic:
+        return await policy.values_of(rows)
+    return await policy.logprobs_of(rows, LogprobModel.REF if settings.has_reference else LogprobModel.POLICY)
 
 
 def reference_of(way: str) -> str:
@@ -114,8 +130,7 @@ async def on_two_ranks(make: Callable[[TrainingSettings], OneOfTwo], directory: 
         more = await train(policy, first_step=NUM_STEPS, num_steps=1)
         await policy.load(directory / way / "checkpoint")
         again = await train(policy, first_step=NUM_STEPS, num_steps=1)
-        model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
-        logprobs = await policy.logprobs_of(trajectories(5, seed=3), model)
+        logprobs = await outputs(policy, settings)
         resharded = []
         for writer in (writer for writer, reader in OTHER_WAY.items() if reader == way):
             await policy.load(directory / f"{writer}_of_one" / "checkpoint")
@@ -185,8 +200,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
     update = await weights(reference, tmp_path / "weights")
     published_alone = trained(reference._rank)
     await train(reference, first_step=NUM_STEPS, num_steps=1)
-    model = LogprobModel.REF if settings.has_reference else LogprobModel.POLICY
-    logprobs = await reference.logprobs_of(trajectories(5, seed=3), model)
+    logprobs = await outputs(reference, settings)
 
     found = json.loads((two_ranks / way / "found.json").read_text())
     assert_same_figures(found["figures"], figures)

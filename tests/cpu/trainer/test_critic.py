@@ -1,0 +1,145 @@
+"""Training with a critic, bit for bit: the real loop, FSDP2 policy and critic, and the publisher over the deterministic engine."""
+
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
+from skyrl_async.errors import CheckpointError
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.types import Trajectory
+from tests.cpu.trainer.test_deterministic_run import (
+    NUM_STEPS,
+    STOPPED,
+    Job,
+    Outcome,
+    Running,
+    build,
+    policy_dir,
+    request,
+    train,
+)
+
+__all__ = ["policy_dir"]
+JOB = Job(estimator="gae")
+GAMMA, LAMBDA = 1.0, 0.9
+
+
+def gae(row: Trajectory, values: np.ndarray) -> np.ndarray:
+    """(T,) float64, token by token; the whole reward comes with the last one."""
+    advantages, next_value, next_advantage = np.zeros(len(values)), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        reward = row.reward if t == len(values) - 1 else 0.0
+        next_advantage = reward + GAMMA * next_value - float(values[t]) + GAMMA * LAMBDA * next_advantage
+        next_value = float(values[t])
+        advantages[t] = next_advantage
+    return advantages
+
+
+def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
+    """Generate a mini-batch, value it, train both models on it group by group, publish."""
+
+    async def main() -> Outcome:
+        running = build(JOB, policy_dir, directory)
+        policy, critic = running.policy, running.critic
+        losses: list[float] = []
+        await running.publisher.publish(0)
+        for step in range(NUM_STEPS):
+            drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(3)]
+            loss, num_tokens = 0.0, 0
+            generate = running.workers._retrier.generate
+            groups = [await generate(request(prompt, 3 * step + i)) for i, (_, prompt) in enumerate(drawn)]
+            for rows in groups:
+                values = (await critic.values_of(rows)).values
+                valued = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
+                columns = [gae(row, row.values) for row in valued]
+                advantages = [column.astype(np.float32) for column in columns]
+                returns = [
+                    (row.values.astype(np.float64) + column).astype(np.float32)
+                    for row, column in zip(valued, columns, strict=True)
+                ]
+                loss += (await policy.forward_backward(valued, advantages, step))["loss_sum"]
+                await critic.forward_backward(valued, returns, step)
+                num_tokens += sum(row.num_sampled_tokens for row in rows)
+            await policy.step(num_tokens)
+            await critic.step(num_tokens)
+            losses.append(loss / num_tokens)
+            await running.publisher.publish(step + 1)
+        checksum = await running.engine.checksum()
+        await policy.close()
+        await critic.close()
+        return Outcome(losses, checksum)
+
+    return run_in_virtual_time(main())
+
+
+@pytest.mark.slow
+def test_contract_3_staleness_zero_with_a_critic_gives_the_losses_and_weights_of_a_plain_loop(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    streamed = train(JOB, policy_dir, tmp_path / "a")
+    plain = plain_loop(policy_dir, tmp_path / "b")
+    assert streamed == plain
+    assert len(set(streamed.losses)) == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_whole_mini_batches_give_a_critic_the_same_figures_as_groups_one_by_one(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    figures: dict[bool, list[dict[str, float]]] = {}
+    for streams in (True, False):
+
+        def remember(running: Running, streams: bool = streams) -> None:
+            figures[streams] = running.logged
+
+        train(replace(JOB, stream_mini_batch=streams), policy_dir, tmp_path / str(streams), remember)
+    of_critic = [
+        [
+            {name: value for name, value in step.items() if name.startswith("critic/")}
+            for step in steps
+            if "critic/loss" in step
+        ]
+        for steps in figures.values()
+    ]
+    assert of_critic[0] == of_critic[1]
+    losses = [step["critic/loss"] for step in of_critic[0]]
+    assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
+    assert all(step["critic/explained_variance"] <= 1 for step in of_critic[0])
+
+
+@pytest.mark.slow
+def test_contract_7_a_resumed_run_with_a_critic_has_the_losses_and_weights_of_one_that_was_not_killed(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    job = replace(STOPPED, estimator="gae")
+    whole = train(job, policy_dir, tmp_path / "whole")
+
+    def until_step_2(running: Running) -> None:
+        step = running.policy.step
+
+        async def dying(num_tokens: float, *lr_scale: float) -> dict[str, float]:
+            if running.trainer.served_version == 1:
+                raise KeyboardInterrupt
+            return await step(num_tokens, *lr_scale)
+
+        running.policy.step = dying  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(job, checkpoint_interval_steps=1), policy_dir, tmp_path / "killed", until_step_2)
+    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).usable().path
+    assert read_state(latest).step == 1
+
+    def resume(running: Running) -> Awaitable[None]:
+        return running.trainer.resume(latest)
+
+    assert train(job, policy_dir, tmp_path / "resumed", resume) == replace(whole, losses=whole.losses[1:])
+
+    without = train(replace(job, estimator="grpo", checkpoint_interval_steps=1), policy_dir, tmp_path / "without")
+    assert without.losses
+    other = Checkpointer(tmp_path / "without" / "checkpoints", max_to_keep=0).usable().path
+    with pytest.raises(CheckpointError, match="has no critic"):
+        train(job, policy_dir, tmp_path / "refused", lambda running: running.trainer.resume(other))
