@@ -10,13 +10,14 @@ Keys of a row: ``bias``, the distance of the mean from the gradient of the expec
 only the length differs; ``turns_bias``, how much of the bias leads towards more turns (towards fewer, if negative);
 ``measured_turns_bias`` with its ``standard_error``, from sampled groups; all but the cosine are relative to the length of the gradient.
 ``variance`` is of one group's estimate, summed over parameters, relative to the square of its own mean's length: estimators that differ by
-a factor have the same. ``is_unbiased`` is what the estimator's docstring claims.
+a factor have the same. ``is_unbiased`` is what the estimator's docstring claims. Estimators that read values get those of a perfect
+critic, or 1 everywhere.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -112,27 +113,62 @@ class TurnPolicy:
             total += self.chance_of(episode) * value(episode) * self.scores(episode).sum(0)
         return total
 
-    def moments(self, estimator: AdvantageEstimator, group_size: int) -> tuple[Floats, float]:
+    def value(self, turn: int, state: int) -> float:
+        """What is earned in the mean from this turn on."""
+        return float(sum(self.chances[state, action] * self.action_value(turn, state, action) for action in range(3)))
+
+    def action_value(self, turn: int, state: int, action: int) -> float:
+        """The same once the action is known."""
+        is_last = action == STOP or turn == MAX_TURNS - 1
+        return REWARDS[state][action] + (0.0 if is_last else self.value(turn + 1, NEXT_STATE[state][action]))
+
+    def token_values(self, episode: Episode) -> Floats:
+        """(N,): the values of a perfect critic; after the first token of LONG the action is known."""
+        found: list[float] = []
+        for turn, (state, action) in enumerate(zip(*episode, strict=True)):
+            found.append(self.value(turn, state))
+            found += [self.action_value(turn, state, action)] * (action == LONG)
+        return np.array(found)
+
+    def moments(
+        self, estimator: AdvantageEstimator, group_size: int, critic: "Critic | None" = None
+    ) -> tuple[Floats, float]:
         """The mean, (9,), of a group's gradient, and its variance, summed over parameters; over every group that there can be."""
         chances, scores = [self.chance_of(e) for e in EPISODES], [self.scores(e) for e in EPISODES]
         mean, square = np.zeros(9), 0.0
         for indices in product(range(len(EPISODES)), repeat=group_size):
             chance = float(np.prod([chances[i] for i in indices]))
-            turns = turn_advantages(estimator, [EPISODES[i] for i in indices])
+            turns = turn_advantages(estimator, [EPISODES[i] for i in indices], critic)
             estimate = sum(a @ scores[i] for a, i in zip(turns, indices, strict=True)) / group_size
             mean += chance * estimate
             square += chance * float(estimate @ estimate)
         return mean, square - float(mean @ mean)
 
 
-def turn_advantages(estimator: AdvantageEstimator, group: Sequence[Episode]) -> list[Floats]:
+Critic = Callable[[Episode], Floats]
+"""An episode's value before each token, (N,)."""
+
+
+def turn_advantages(
+    estimator: AdvantageEstimator, group: Sequence[Episode], critic: Critic | None = None
+) -> list[Floats]:
     """(K,) per episode. A turn's first token has its whole score."""
     if estimator.unit is Unit.SAMPLE:
         rewards, num_tokens = zip(*((sum(e.rewards), sum(e.num_tokens)) for e in group), strict=True)
         (found,) = estimator([GroupRewards(rewards=rewards, num_tokens=num_tokens)])
         return [np.full(len(e.states), advantage) for e, advantage in zip(group, found, strict=True)]
-    (found,) = estimator([tuple(episode.credit for episode in group)])
-    return [np.asarray(of_sample) for of_sample in found]
+    credits = tuple(episode.credit for episode in group)
+    if critic is not None:
+        credits = tuple(
+            replace(credit, values=critic(episode), log_ratios=np.zeros(sum(credit.num_tokens), np.float32))
+            for credit, episode in zip(credits, group, strict=True)
+        )
+    (found,) = estimator([credits])
+    is_by_token = estimator.unit is Unit.TOKEN
+    return [
+        np.asarray(of_sample)[credit.first_tokens] if is_by_token else np.asarray(of_sample)
+        for of_sample, credit in zip(found, credits, strict=True)
+    ]
 
 
 def mt_grpo_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[list[float]]:
@@ -157,7 +193,7 @@ def place_mean(rewards: Sequence[Sequence[float]], turn: int) -> float:
     return sum(taken) / len(taken) if taken else 0.0
 
 
-def trajectory(policy: TurnPolicy, episode: Episode) -> Trajectory:
+def trajectory(episode: Episode, critic: Critic | None = None) -> Trajectory:
     """The episode as a training row."""
     spans: list[TurnSpan] = []
     mask: list[bool] = []
@@ -168,6 +204,10 @@ def trajectory(policy: TurnPolicy, episode: Episode) -> Trajectory:
     shown = np.concatenate([np.full(_OBSERVATION, state, np.int32) for state in episode.states])
     ids = np.zeros(len(mask), np.int32)
     ids[~np.array(mask)] = shown[_OBSERVATION:]
+    values = None
+    if critic is not None:
+        values = np.zeros(len(mask), np.float32)
+        values[np.array(mask)] = critic(episode)
     return Trajectory(
         prompt_token_ids=shown[:_OBSERVATION],
         response_token_ids=ids,
@@ -178,20 +218,23 @@ def trajectory(policy: TurnPolicy, episode: Episode) -> Trajectory:
         turn_rewards=episode.rewards,
         turn_spans=tuple(spans),
         num_turns=len(spans),
+        values=values,
     )
 
 
-def sampled_estimates(policy: TurnPolicy, estimator: AdvantageEstimator, num_groups: int, seed: int) -> Floats:
+def sampled_estimates(
+    policy: TurnPolicy, estimator: AdvantageEstimator, critic: Critic | None, num_groups: int, seed: int
+) -> Floats:
     """(num_groups, 9): gradients of sampled groups, from the columns of their rows."""
     rng = np.random.default_rng(seed)
     chances = np.array([policy.chance_of(episode) for episode in EPISODES])
-    rows = [trajectory(policy, episode) for episode in EPISODES]
+    rows = [trajectory(episode, critic) for episode in EPISODES]
     scores = [policy.scores(episode) for episode in EPISODES]
     drawn = rng.choice(len(EPISODES), (num_groups, GROUP_SIZE), p=chances / chances.sum())
     estimates = np.zeros((num_groups, 9))
     for number, indices in enumerate(drawn.tolist()):
         # A row of its own for each sample, because rows are told apart by identity.
-        of_group = tuple(trajectory(policy, EPISODES[i]) if indices.count(i) > 1 else rows[i] for i in indices)
+        of_group = tuple(trajectory(EPISODES[i], critic) if indices.count(i) > 1 else rows[i] for i in indices)
         group = Group(uid="", admission_index=number, scheduled_version=0, trajectories=of_group)
         for i, row, column in zip(indices, of_group, with_advantages([group], estimator)[0].advantages, strict=True):
             estimates[number] += column[[span.start for span in row.turn_spans]] @ scores[i]
@@ -199,14 +242,14 @@ def sampled_estimates(policy: TurnPolicy, estimator: AdvantageEstimator, num_gro
 
 
 def measured(
-    name: str, policy: TurnPolicy, estimator: AdvantageEstimator, num_groups: int, seed: int
+    name: str, policy: TurnPolicy, estimator: AdvantageEstimator, critic: Critic | None, num_groups: int, seed: int
 ) -> dict[str, Any]:
     """The row of one estimator."""
     gradient = policy.gradient_of(lambda episode: sum(episode.rewards))
     towards_turns = policy.gradient_of(lambda episode: len(episode.states))
     length, unit = np.linalg.norm(gradient), towards_turns / np.linalg.norm(towards_turns)
-    mean, variance = policy.moments(estimator, GROUP_SIZE)
-    along = (sampled_estimates(policy, estimator, num_groups, seed) - gradient) @ unit / length
+    mean, variance = policy.moments(estimator, GROUP_SIZE, critic)
+    along = (sampled_estimates(policy, estimator, critic, num_groups, seed) - gradient) @ unit / length
     return {
         "estimator": name,
         "bias": float(np.linalg.norm(mean - gradient) / length),
@@ -219,11 +262,29 @@ def measured(
     }
 
 
-UNBIASED = ("rloo", "turn_rloo")
+UNBIASED = ("rloo", "turn_rloo", "turn_gae, values of 1", "turn_gae", "turn_gae, lambd=0.5", "gae, lambd=0.5")
+
+
+def compared(policy: TurnPolicy) -> dict[str, tuple[AdvantageEstimator, Critic | None]]:
+    """Every estimator by the name in the table, with the critic whose values it reads: a perfect one, or one that says 1 of everything."""
+
+    def ones(episode: Episode) -> Floats:
+        return np.ones(sum(episode.num_tokens))
+
+    perfect = {episode: policy.token_values(episode) for episode in EPISODES}.__getitem__
+    half = AdvantageConstants(lambd=0.5)
+    return {
+        **{name: (each, None) for name, each in estimators().items()},
+        "turn_gae, values of 1": (make_advantage_estimator("turn_gae"), ones),
+        "turn_gae, values of 1, lambd=0.5": (make_advantage_estimator("turn_gae", half), ones),
+        "turn_gae": (make_advantage_estimator("turn_gae"), perfect),
+        "turn_gae, lambd=0.5": (make_advantage_estimator("turn_gae", half), perfect),
+        "gae, lambd=0.5": (make_advantage_estimator("gae", half), perfect),
+    }
 
 
 def estimators() -> dict[str, AdvantageEstimator]:
-    """Those compared, by the name in the table."""
+    """Those of groups, by the name in the table."""
     unscaled = AdvantageConstants(norm_by_std=False)
     return {
         **{name: make_advantage_estimator(name) for name in ("rloo", "turn_rloo", "dr_grpo", "grpo", "gigpo")},
@@ -236,7 +297,7 @@ def estimators() -> dict[str, AdvantageEstimator]:
 
 def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
     """Draw each estimator's angle to the gradient, and its variance."""
-    figure = Figure(figsize=(8.6, 3.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9.2, 4.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     names = [row["estimator"] for row in rows]
@@ -274,7 +335,7 @@ def main() -> int:
     options = parser.parse_args()
     under, policy = conditions(seed=options.seed), make_policy(options.seed)
     num_groups = NUM_GROUPS // 10 if options.quick else NUM_GROUPS
-    rows = [measured(name, policy, each, num_groups, options.seed) for name, each in estimators().items()]
+    rows = [measured(name, policy, *each, num_groups, options.seed) for name, each in compared(policy).items()]
     figures = {"group_size": GROUP_SIZE, "num_groups": num_groups, "conditions": under}
     if options.plot is not None:
         draw(rows, options.plot)

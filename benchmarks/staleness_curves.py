@@ -35,6 +35,7 @@ from skyrl_async.metrics.trace import Trace
 
 _PREFIX = "trainer.algorithm.off_policy_correction"
 _LOSS = "trainer.algorithm.policy_loss_type"
+_ESTIMATOR = "trainer.algorithm.advantage_estimator"
 
 
 def _keys(loss: str, **values: object) -> tuple[str, ...]:
@@ -62,8 +63,12 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "outlier_veto": _keys("ppo_clip", outlier_token_is_threshold_low=1e-4, outlier_token_is_threshold_high=100),
     "opsm": _keys("ppo_clip", opsm_delta=0.01),
     "m2po": _keys("rollout_is", **_UNCAPPED, m2_threshold=0.04),
+    "gae": (*_keys("ppo_clip"), f"{_ESTIMATOR}=gae"),
+    "gae_unweighted": (*_keys("ppo_clip"), f"{_ESTIMATOR}=gae", "trainer.algorithm.vtrace_clip=null"),
 }
-"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size."""
+"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size; ``gae``
+is PPO with a critic, whose returns V-trace weighs or does not.
+"""
 
 BOUNDS = (0, 1, 4, 8)
 _KEY = ("correction", "seed", "staleness", "policy", "steps")
@@ -117,9 +122,12 @@ async def run(plan: Plan, rows: list[dict[str, Any]]) -> AsyncIterator[dict[str,
             parts = await stack.enter_async_context(
                 started_parts(config, directory, trace=trace, say=lambda text: None)
             )
-            await parts.policy.save(directory / "start")
+            models = {"policy": parts.policy, "critic": parts.critic} if parts.critic else {"policy": parts.policy}
+            for name, model in models.items():
+                await model.save(directory / "start" / name)
             for bound in bounds:
-                await parts.policy.load(directory / "start")
+                for name, model in models.items():
+                    await model.load(directory / "start" / name)
                 row = {"staleness": bound, "correction": correction, "policy": plan.policy, "seed": seed}
                 yield row | await measure(config, bound, parts)
 

@@ -53,7 +53,12 @@ GROUPS: dict[str, dict[str, Option]] = {
                     "activation_checkpointing": False,
                 },
                 "generator": {"sampling": {"max_tokens": 320}, "agent_timeout_s": 300.0, "rollout_timeout_s": 600.0},
-                "trainer": {"policy_mini_batch_size": 8, "num_steps": 70, "num_epochs": 1000},
+                "trainer": {
+                    "policy_mini_batch_size": 8,
+                    "num_steps": 70,
+                    "num_epochs": 1000,
+                    "critic": {"lr": 2e-3},
+                },
                 "evaluation": {"num_prompts": 256, "num_prompts_while_training": 96, "sampling": {"max_tokens": 320}},
             },
         ),

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.estimator_bias import EPISODES, make_policy
 from skyrl_async.algorithms.advantages import make_advantage_estimator, with_advantages
 from skyrl_async.algorithms.credit import SampleCredit, returns_of
 from skyrl_async.algorithms.estimators.gae import gae_advantages, turn_gae_advantages
@@ -143,20 +142,6 @@ def test_unweighted_returns_of_stale_samples_are_those_of_the_policy_that_sample
         found += float(probability(behavior, outcome)) * returns(one, AdvantageConstants(vtrace_clip=None))[0]
     earned = sum(float(probability(behavior, outcome)) * REWARDS[outcome] for outcome in OUTCOMES)
     assert found == pytest.approx(earned, abs=1e-6)
-
-
-def test_turns_with_a_critic_lead_along_the_gradient_where_the_policy_decides_how_many_it_takes() -> None:
-    policy = make_policy(seed=3)
-    gradient = policy.gradient_of(lambda episode: sum(episode.rewards))
-    mean = np.zeros(9)
-    for episode in EPISODES:
-        values = [v for s, num in zip(episode.states, episode.num_tokens, strict=True) for v in [s - 0.5] * num]
-        credit = replace(
-            episode.credit, values=np.array(values, np.float32), log_ratios=np.zeros(len(values), np.float32)
-        )
-        (advantages,) = turn_gae_advantages([credit], CONSTANTS)
-        mean += policy.chance_of(episode) * advantages @ policy.scores(episode)
-    np.testing.assert_allclose(mean, gradient, atol=1e-6)
 
 
 ROW = Trajectory(
