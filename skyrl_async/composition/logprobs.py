@@ -58,7 +58,9 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
     for key, path in beside.items():
         if path is None:
             continue
-        sizes = [text_config(read_config(str(each))).get("vocab_size") for each in (policy_dir, path)]
+        here = text_config(read_config(str(policy_dir)))
+        there = text_config(read_config(str(path), key))
+        sizes = [each.get("vocab_size") for each in (here, there)]
         if sizes[0] != sizes[1]:
             raise PolicyError(
                 f"{key}={path} has {sizes[1]} tokens and the policy {sizes[0]}: it must have the policy's tokenizer"

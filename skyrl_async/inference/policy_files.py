@@ -21,10 +21,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.js
 _TIED_HEAD = "lm_head.weight"
 
 
-def read_config(policy_dir: str) -> dict[str, Any]:
-    """``config.json`` of a policy directory. Raises ``PolicyError``."""
+def read_config(policy_dir: str, key: str = "policy.path") -> dict[str, Any]:
+    """``config.json`` of the model directory that ``key`` names. Raises ``PolicyError``."""
     path = Path(policy_dir) / "config.json"
-    config = _read_json(path, "policy.path must be a Hugging Face directory")
+    config = _read_json(path, f"{key} must be a Hugging Face directory")
     if not isinstance(config, dict):
         raise PolicyError(f"{path} holds a {type(config).__name__}, expected an object")
     return config

@@ -248,6 +248,7 @@ def overrides_of(directory: Path, generator: str) -> list[str]:
         "engine.call_timeout_s=10",
         "engine.heartbeat_interval_s=1",
         "engine.heartbeat_timeout_s=5",
+        "trainer.algorithm.advantage_estimator=gae",
         "engine.max_restarts=1000",
         "engine.restart_backoff_s=0.1",
         "server.heartbeat_interval_s=1",

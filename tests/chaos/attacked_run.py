@@ -37,7 +37,8 @@ class Role(StrEnum):
 
     trainer = "trainer"
     engine = "engine"
-    worker = "policy worker"
+    worker = "training worker"
+    """Of the policy or the critic."""
     server = "server"
     environment = "environment"
 

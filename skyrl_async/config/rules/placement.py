@@ -145,6 +145,11 @@ def _group_rules(config: Config) -> Iterator[str]:
         )
     check_groups(placement, needed_stages(config))
     yield from _home_rules(config)
+    if any({"critic", "generate"} <= set(group) and "policy" not in group for group in placement.groups or []):
+        yield (
+            f"placement.groups must put critic beside policy, beside ref or logp, or alone, got {placement.groups}: it trains while the "
+            "policy does, and training would wait for the engines' devices in every step"
+        )
     for key in _RESERVED_PER_ACTOR:
         if placement.groups is not None and (value := getattr(placement, key)):
             yield f"placement.{key} must be left out with placement.groups, which says what is reserved, got {value:g}"
@@ -157,7 +162,7 @@ def _group_rules(config: Config) -> Iterator[str]:
     share = placement.num_gpus_per_worker
     if share is None or share > 0.5 or training_device(training) is not Device.cuda:
         return
-    for key in ("num_workers", "num_ref_workers", "num_logp_workers"):
+    for key in ("num_workers", "num_ref_workers", "num_logp_workers", "num_critic_workers"):
         if (num_ranks := getattr(training, key)) > 1:
             yield (
                 f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "

@@ -61,6 +61,21 @@ def test_the_groups_of_the_command_line_reach_the_plan_and_the_config_file(tmp_p
     assert load(compose_config([], tmp_path / "config.yaml")) == config
 
 
+def test_a_critic_is_placed_and_never_with_the_engines_alone() -> None:
+    gae = ("engine=deterministic", "trainer.algorithm.advantage_estimator=gae", "placement.num_cpu_slots=4")
+    groups = "placement.groups=[[policy,critic],[generate]]"
+    found = device_plan(from_overrides(*gae, groups, "placement.devices=[2,2]", "training.num_critic_workers=2"), 4)
+    assert found is not None
+    assert (
+        found.table().splitlines()[1]
+        == "  [policy,critic]  2  policy: training.num_workers=1; critic: training.num_critic_workers=2"
+    )
+    with pytest.raises(ConfigError, match="must place critic, which this run needs, got .*: add .critic., or name it"):
+        from_overrides(*gae, "placement.groups=[[policy],[generate]]", "placement.devices=[2,2]")
+    with pytest.raises(ConfigError, match="must put critic beside policy, .* got .*'critic', 'generate'"):
+        from_overrides(*gae, "placement.groups=[[policy],[critic,generate]]", "placement.devices=[2,2]")
+
+
 def test_without_groups_there_is_no_plan() -> None:
     assert device_plan(from_overrides(), 8) is None
 
