@@ -13,6 +13,7 @@ from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import require_critic
 from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.closing import ClosingStack
+from skyrl_async.composition.control import controlled
 from skyrl_async.composition.data import (
     PolicyFiles,
     ProgressFn,
@@ -95,7 +96,7 @@ async def started_parts(
         )
         fleet = await processes.fleet(client, endpoint, announce, trace)
         await stack.enter_async_context(time_sharing.running() if time_sharing else contextlib.nullcontext())
-        yield Parts(
+        parts = Parts(
             prompts=fitting_prompts(plan.prompts, renderer, client.max_model_len, say),
             client=client,
             generator=generator,
@@ -108,6 +109,8 @@ async def started_parts(
             endpoint_url=endpoint.base_url if endpoint else None,
             fleet=fleet,
         )
+        await stack.enter_async_context(controlled(run_dir, fleet, parts.engines))
+        yield parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,6 +230,19 @@ class Fleet:
         """The state of every place."""
         return {place: life.state for place, life in self.lives.items()}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every place with its state, the engine that serves in it (None: none does), and its restarts, for people."""
+        serving = {member.place: member.engine.name for member in self._members if member.engine in self.client.engines}
+        return [
+            {
+                "name": place,
+                "state": life.state.value,
+                "serving": serving.get(place),
+                "restarts": life.num_restarts,
+            }
+            for place, life in self.lives.items()
+        ]
+
     def statistics(self) -> dict[str, float]:
         """Values by metric name."""
         return {

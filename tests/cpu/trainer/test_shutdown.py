@@ -21,7 +21,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.training.protocol import Policy
+from skyrl_async.training.protocol import Critic, Policy
 from skyrl_async.types import Trajectory
 
 LONG_TAILED = SimulationSettings(
@@ -273,8 +273,8 @@ def test_a_run_that_is_killed_right_after_a_checkpoint_has_the_record_of_its_ste
         checkpointer = simulation.trainer._saver.checkpointer
         write = checkpointer.try_write
 
-        async def write_and_die(policy: Policy, state: TrainerState) -> None:
-            await write(policy, state)
+        async def write_and_die(policy: Policy, state: TrainerState, critic: Critic | None) -> None:
+            await write(policy, state, critic)
             raise RuntimeError("killed")
 
         checkpointer.try_write = write_and_die

@@ -1,0 +1,103 @@
+"""The control socket of a run: whoever owns the run lists, adds and removes engines while it trains.
+
+    uv run -m skyrl_async.engines RUN ──a line of JSON──> Unix socket in the trainer's process ──> Fleet
+                                      <──a line of JSON──
+
+``control.json`` in the run's directory says where the socket is. It lies in a temporary directory that only its owner may enter, because
+paths of sockets are short and shared file systems have none.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.composition.run_directory import write_private
+from skyrl_async.errors import InferenceError, SkyRLAsyncError
+from skyrl_async.inference.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+CONTROL_FILE = "control.json"
+Describe = Callable[[], dict[str, dict[str, float]]]
+"""Engine -> its figures."""
+
+
+@contextlib.asynccontextmanager
+async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> AsyncIterator[None]:
+    """Answer requests while the block runs; those in progress are cancelled at its end.
+
+    Args:
+        run_dir: gets ``control.json``.
+        fleet: the engines; None where they are no processes: nothing can be changed then.
+        describe: returns figures of each engine that serves.
+    """
+    tasks: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(_serve(reader, writer, fleet, describe), name="control")
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    directory, path = Path(tempfile.mkdtemp(prefix="skyrl-")), run_dir / CONTROL_FILE
+    try:
+        server = await asyncio.start_unix_server(connected, directory / "control")
+        content = {"socket": str(directory / "control"), "host": socket.gethostname(), "pid": os.getpid()}
+        write_private(path, json.dumps(content))
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            server.close()
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _serve(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fleet: Fleet | None, describe: Describe
+) -> None:
+    """Answer one connection: a request, an answer."""
+    try:
+        line = await reader.readline()
+        try:
+            answer = await _answer(json.loads(line), fleet, describe)
+        except SkyRLAsyncError as error:
+            answer = {"error": str(error)}
+        except (ValueError, TypeError, KeyError) as error:
+            answer = {"error": f"a request is a line of JSON with an action, got {line[:200]!r}: {error!r}"}
+        writer.write(json.dumps(answer).encode() + b"\n")
+        await writer.drain()
+    except ConnectionError:
+        logger.info("the caller of the control socket has left")
+    finally:
+        writer.close()
+
+
+async def _answer(request: dict[str, Any], fleet: Fleet | None, describe: Describe) -> dict[str, Any]:
+    """Raises ``InferenceError``, ``PublishError`` and what reading a malformed request raises."""
+    if fleet is None:
+        raise InferenceError("engine=deterministic is in the trainer's process: there are no engines to list or change")
+    match request["action"]:
+        case "list":
+            pass
+        case "add":
+            name = await fleet.add_engine()
+            logger.info("%s was added over the control socket", name)
+        case "remove":
+            await fleet.remove_engine(name := str(request["name"]))
+            logger.info("%s was removed over the control socket", name)
+        case unknown:
+            raise ValueError(f"unknown action {unknown!r}")
+    figures = describe()
+    return {"engines": [row | figures.get(row["serving"] or "", {}) for row in fleet.rows()]}

@@ -1,0 +1,1 @@
+"""Changes the engines of a run from outside, while it trains."""

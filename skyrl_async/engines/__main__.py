@@ -1,0 +1,102 @@
+"""Lists the engines of a run that trains, adds some, or removes one.
+
+uv run -m skyrl_async.engines outputs/RUN               a line for each engine
+uv run -m skyrl_async.engines outputs/RUN add [N]       start N more (one); each serves once it has loaded the newest version
+uv run -m skyrl_async.engines outputs/RUN remove NAME   its requests continue on the others, with their tokens so far
+
+Only the user who runs it can, on the machine of the trainer. --json prints the engines as JSON.
+
+Exit codes: 0 done, 1 the run refused or failed, 2 there is no such run.
+"""
+
+import argparse
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.composition.control import CONTROL_FILE
+from skyrl_async.errors import ConfigError, InferenceError
+
+_COLUMNS = ("name", "state", "serving", "restarts", "lag_steps", "tokens_per_call_second")
+
+
+def ask(run_dir: Path, **request: Any) -> list[dict[str, Any]]:
+    """Send one request; returns the engines after it.
+
+    Raises:
+        ConfigError: nobody answers for such a run on this machine.
+        InferenceError: the run refused, or could not do it.
+    """
+    path = run_dir / CONTROL_FILE
+    try:
+        place = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): {run_dir} must be the directory of a run that trains now"
+        ) from error
+    if place["host"] != socket.gethostname():
+        raise ConfigError(f"the trainer of {run_dir} is on {place['host']}, this is {socket.gethostname()}: ask there")
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(place["socket"])
+        except OSError as error:
+            raise ConfigError(
+                f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {place['pid']}, was killed"
+            ) from error
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        with connection.makefile() as answers:
+            line = answers.readline()
+    if not line:
+        raise InferenceError(f"{run_dir} ended before it answered")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise InferenceError(answer["error"])
+    return list(answer["engines"])
+
+
+def table(engines: list[dict[str, Any]]) -> str:
+    """A line for each engine."""
+    heads = [column.replace("_", " ").upper() for column in _COLUMNS]
+    rows = [heads, *([_cell(engine.get(column)) for column in _COLUMNS] for engine in engines)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="skyrl_async.engines", description="The engines of a run that trains.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="its directory")
+    parser.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list")
+    parser.add_argument("what", nargs="?", metavar="N|NAME", help="how many to add (1), or which one to remove")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    if given.action == "remove" and given.what is None:
+        parser.error("remove needs the NAME of an engine")
+    if given.action == "add" and not (given.what or "1").isdecimal():
+        parser.error(f"add takes a number of engines, got {given.what!r}")
+    try:
+        engines: list[dict[str, Any]] = []
+        for _ in range(int(given.what or 1) if given.action == "add" else 1):
+            started = time.monotonic()
+            before = {engine["name"] for engine in engines or ask(given.run, action="list")}
+            engines = ask(given.run, action=given.action, name=given.what)
+            for name in sorted({engine["name"] for engine in engines} - before):
+                sys.stderr.write(f"{name} serves, after {time.monotonic() - started:.0f} s\n")
+    except (ConfigError, InferenceError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    sys.stdout.write(f"{json.dumps(engines, indent=1) if given.json else table(engines)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
