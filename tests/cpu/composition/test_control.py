@@ -1,0 +1,89 @@
+"""The engines of a run, listed and changed from another thread over its control socket; real engines, without a trainer."""
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from skyrl_async.composition.control import CONTROL_FILE, controlled
+from skyrl_async.config.schema.engine import EngineConfig
+from skyrl_async.engines.__main__ import ask, main
+from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.inference.engines.deterministic import DeterministicEngine
+from skyrl_async.inference.fleet import Fleet
+from skyrl_async.inference.protocol import InferenceEngine
+from tests.cpu.tiny_run import build_policy, make_client
+
+
+@asynccontextmanager
+async def running(tmp_path: Path) -> AsyncIterator[Path]:
+    policy_dir = build_policy(tmp_path / "policy")
+    client, _ = make_client(policy_dir)
+
+    async def start(name: str) -> InferenceEngine:
+        return DeterministicEngine(name, policy_dir, max_model_len=256)
+
+    fleet = Fleet(client, start=start, config=EngineConfig(), say=lambda line: None)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    async with (
+        fleet.supervising(),
+        controlled(run_dir, fleet, lambda: {engine.name: {"lag_steps": 2.0} for engine in client.engines}),
+    ):
+        yield run_dir
+
+
+async def test_engines_are_listed_added_and_removed_while_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running(tmp_path) as run_dir:
+        (only,) = await asyncio.to_thread(ask, run_dir, action="list")
+        assert only == {
+            "name": "engine-0",
+            "state": "serving",
+            "serving": "engine-0",
+            "restarts": 0,
+            "lag_steps": 2.0,
+        }
+        assert await asyncio.to_thread(main, [str(run_dir), "add", "2"]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+            "engine-0",
+            "engine-1",
+            "engine-2",
+        ]
+        assert await asyncio.to_thread(main, [str(run_dir), "remove", "engine-0", "--json"]) == 0
+        assert [engine["name"] for engine in json.loads(capsys.readouterr().out)] == ["engine-1", "engine-2"]
+        with pytest.raises(
+            InferenceError, match="there is no engine 'engine-7' to remove; there are engine-1, engine-2"
+        ):
+            await asyncio.to_thread(ask, run_dir, action="remove", name="engine-7")
+        with pytest.raises(InferenceError, match="a request is a line of JSON with an action, got .*fly"):
+            await asyncio.to_thread(ask, run_dir, action="fly")
+
+
+async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_dir:
+        file = run_dir / CONTROL_FILE
+        directory = Path(json.loads(file.read_text())["socket"]).parent
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        left = file.read_text()
+    assert not file.exists() and not directory.exists()
+    with pytest.raises(ConfigError, match="must be the directory of a run that trains now"):
+        ask(run_dir, action="list")
+    file.write_text(left)
+    with pytest.raises(ConfigError, match="nobody answers for .*: its trainer, process .*, was killed"):
+        ask(run_dir, action="list")
+    file.write_text(json.dumps(json.loads(left) | {"host": "another"}))
+    with pytest.raises(ConfigError, match=r"is on another, this is .*: ask there"):
+        ask(run_dir, action="list")
+
+
+async def test_a_run_whose_engine_is_no_process_says_so(tmp_path: Path) -> None:
+    async with controlled(tmp_path, None, dict):
+        with pytest.raises(InferenceError, match="engine=deterministic is in the trainer's process"):
+            await asyncio.to_thread(ask, tmp_path, action="add")
