@@ -2,6 +2,7 @@
 "use strict";
 
 const SHARE = (value) => (value === null || value === undefined ? "–" : `${number(100 * value, 3)} %`);
+// `needed`: shown only where a run has such a figure.
 const PANELS = [
   { title: "Reward", lines: { "reward/mean": "training", "reward/eval": "held out" } },
   { title: "Staleness", unit: "steps", lines: { "async/staleness_mean": "mean", "async/staleness_max": "largest" }, zero: true },
@@ -19,6 +20,8 @@ const PANELS = [
   { title: "Log-prob gap, engine to trainer", unit: "nats",
     lines: { "policy/behavior_kl": "KL, all tokens", "policy/lag0_behavior_kl": "KL, newest version", "policy/lag0_logprob_gap_max": "largest, newest version" } },
   { title: "Gradient norm", lines: { "policy/grad_norm": "before clipping" }, zero: true },
+  { title: "Critic, explained variance", needed: true, lines: { "critic/explained_variance": "1: perfect, 0: constant" } },
+  { title: "Critic, values", unit: "reward", needed: true, lines: { "critic/values_mean": "values", "critic/returns_mean": "returns" } },
   { title: "Seconds of a step", unit: "s", zero: true,
     lines: { "timing/step": "whole", "timing/forward_backward": "gradients", "timing/wait_for_groups": "waiting for groups", "timing/wait_for_staleness": "holding the bound" } },
   { title: "Publishing weights", unit: "s", lines: { "timing/publish": "whole", "timing/pause": "engines paused" }, zero: true },
@@ -48,9 +51,11 @@ function buildFigures() {
 }
 
 function panelsNow() {
-  const lags = [...new Set(overview.runs.flatMap((run) => run.metrics))].filter((name) => /^engine\/.*\/lag_steps$/.test(name)).slice(0, COLORS.length);
+  const known = new Set(overview.runs.flatMap((run) => run.metrics));
+  const lags = [...known].filter((name) => /^engine\/.*\/lag_steps$/.test(name)).slice(0, COLORS.length);
   const engines = { title: "Engines behind the trainer", unit: "steps", zero: true, lines: Object.fromEntries(lags.map((name) => [name, name.split("/")[1]])) };
-  return [...PANELS, ...(lags.length ? [engines] : []), ...figures.extra];
+  const panels = PANELS.filter(({ needed, lines }) => !needed || Object.keys(lines).some((name) => known.has(name)));
+  return [...panels, ...(lags.length ? [engines] : []), ...figures.extra];
 }
 
 async function loadFigures() {
