@@ -22,6 +22,7 @@ from typing import Any
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.errors import InferenceError, SkyRLAsyncError
 from skyrl_async.inference.fleet import Fleet
+from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +40,26 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
         fleet: the engines; None where they are no processes: nothing can be changed then.
         describe: returns figures of each engine that serves.
     """
-    tasks: set[asyncio.Task[None]] = set()
-
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(_serve(reader, writer, fleet, describe), name="control")
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
+    open_requests: set[asyncio.Task[None]] = set()
     directory, path = Path(tempfile.mkdtemp(prefix="skyrl-")), run_dir / CONTROL_FILE
     try:
-        server = await asyncio.start_unix_server(connected, directory / "control")
-        content = {"socket": str(directory / "control"), "host": socket.gethostname(), "pid": os.getpid()}
-        write_private(path, json.dumps(content))
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            server.close()
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+        async with task_group() as group:
+
+            def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                request = group.create_task(_serve(reader, writer, fleet, describe), name="control")
+                open_requests.add(request)
+                request.add_done_callback(open_requests.discard)
+
+            server = await asyncio.start_unix_server(connected, directory / "control")
+            content = {"socket": str(directory / "control"), "host": socket.gethostname(), "pid": os.getpid()}
+            write_private(path, json.dumps(content))
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                server.close()
+                for request in open_requests:
+                    request.cancel()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -67,7 +67,7 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
 async def _serve(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fleet: Fleet | None, describe: Describe
 ) -> None:
-    """Answer one connection: a request, an answer."""
+    """Answer one connection: a request, an answer. A failure is the caller's; the run goes on."""
     try:
         line = await reader.readline()
         try:
@@ -76,6 +76,9 @@ async def _serve(
             answer = {"error": str(error)}
         except (ValueError, TypeError, KeyError) as error:
             answer = {"error": f"a request is a line of JSON with an action, got {line[:200]!r}: {error!r}"}
+        except Exception as error:
+            logger.exception("a request to the control socket failed: %r", line[:200])
+            answer = {"error": f"{type(error).__name__}: {error}"}
         writer.write(json.dumps(answer).encode() + b"\n")
         await writer.drain()
     except ConnectionError:
