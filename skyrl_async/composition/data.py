@@ -206,7 +206,7 @@ def num_planned_steps(config: Config, prompts: Prompts) -> int:
     """Optimizer steps of the run: ``trainer.num_steps``, or fewer where the epochs end before (the last mini-batch may be partial)."""
     trainer = config.trainer
     num_prompts = trainer.num_epochs * len(epoch_plan(config, prompts))
-    in_epochs = math.ceil(num_prompts / trainer.policy_mini_batch_size)
+    in_epochs = math.ceil(num_prompts / trainer.batch_size) * trainer.steps_per_batch
     return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
 
 

@@ -54,14 +54,14 @@ class Recorder:
         """Trace a part of a step, and add its seconds to the step's."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with self.trace.span(name, track=track, step=figures.trained_version + 1):
+        with self.trace.span(name, track=track, step=figures.version):
             yield
         figures.add_seconds(name, loop.time() - started)
 
-    def record_step(self, trained_version: int, groups: Sequence[Group]) -> None:
-        """Record the groups of step ``trained_version + 1``, which were trained at policy ``trained_version``."""
+    def record_step(self, version: int, groups: Sequence[Group]) -> None:
+        """Record the groups that were trained in step ``version``, or in the batch that ends with it."""
         for group in groups:
-            self.record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=trained_version + 1))
+            self.record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=version))
         self.record.end_step()
 
     def count_generation(self) -> None:
@@ -94,7 +94,7 @@ class Recorder:
             longest = max(figures.waits, key=lambda wait: wait.seconds)
             logger.info(
                 "step %d waited %.1f s to hold the staleness bound, longest for %s (%.1f s)",
-                figures.trained_version + 1,
+                figures.version,
                 figures.staleness_wait_seconds,
                 longest.uid,
                 longest.seconds,
@@ -104,7 +104,7 @@ class Recorder:
             logger.warning(
                 "step %d trains nothing: of its %d answers a length limit cut %d (raise generator.sampling.max_tokens, or set "
                 "generator.apply_overlong_filtering=false), and %d tokens are older than trainer.max_staleness_steps allows",
-                figures.trained_version + 1,
+                figures.version,
                 len(rows),
                 sum(row.is_overlong for row in rows),
                 figures.num_masked_tokens,
@@ -113,12 +113,12 @@ class Recorder:
             logger.warning(
                 "step %d has no policy gradient: off-policy corrections masked all of its %d tokens; widen the bounds of "
                 "trainer.algorithm.off_policy_correction or lower trainer.max_staleness_steps",
-                figures.trained_version + 1,
+                figures.version,
                 figures.num_tokens,
             )
         values = figures.values() | {f"policy/{name}": value for name, value in policy.items()}
         self.count_generation()
-        self.log(figures.trained_version + 1, {**values, **self._generation_values(), **self.totals.values(), **more})
+        self.log(figures.version, {**values, **self._generation_values(), **self.totals.values(), **more})
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int]) -> Counter[str]:

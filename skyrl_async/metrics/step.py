@@ -32,15 +32,20 @@ class BoundWait:
 
 @dataclass(slots=True)
 class StepFigures:
-    """The figures of one optimizer step, added while it is put together."""
+    """The figures of one optimizer step, or of the steps of one batch, added while it is put together."""
 
     trained_version: int
     """Policy version as the step begins: completed optimizer steps."""
     max_staleness_steps: int
+    num_steps: int = 1
+    """Optimizer steps of the batch."""
     window_steps: int = 0
     """By which ``trainer.staleness_policy=window`` raises the bound."""
     groups: list[Group] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
+    """The policy's sums and maxima over all passes."""
+    step_sums: dict[str, float] = field(default_factory=dict)
+    """The same since the last optimizer step."""
     seconds: dict[str, float] = field(default_factory=dict)
     began_at: float = 0.0
     """When the step began, seconds of the event loop: at the end of the step before, plus the time of checkpoints."""
@@ -51,7 +56,11 @@ class StepFigures:
     critic: dict[str, float] = field(default_factory=dict)
     """Figures of the critic's step by metric name; empty without one."""
     denominator: float = 0.0
-    """Sum of the groups' denominators (``algorithms.aggregation``)."""
+    """Sum of the groups' denominators (``algorithms.aggregation``) over all passes."""
+    step_denominator: float = 0.0
+    """The same since the last optimizer step."""
+    num_passed_tokens: int = field(default=0, init=False)
+    """Trained tokens over all passes."""
     num_tokens: int = field(default=0, init=False)
     """Trained tokens in the mini-batch."""
     num_live_samples: int = field(default=0, init=False)
@@ -65,7 +74,7 @@ class StepFigures:
 
     def add_wait(self, group: Group, seconds: float) -> None:
         """Count a wait: the trainer was held back from other groups until it could take this one."""
-        staleness = self.trained_version - group.scheduled_version
+        staleness = self.last_version - group.scheduled_version
         self.waits.append(BoundWait(uid=group.uid, seconds=seconds, staleness=staleness))
 
     def add_group(
@@ -73,18 +82,29 @@ class StepFigures:
     ) -> None:
         """Count a trained group with the policy's figures of it (sums, and maxima under ``*_max``)."""
         self.groups.append(group)
-        self.denominator += denominator
         self.num_masked_tokens += num_masked_tokens
-        for name, value in policy_figures.items():
-            if name.endswith("_max"):
-                self.sums[name] = max(self.sums.get(name, value), value)
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + value
+        self.add_pass(group, policy_figures, denominator)
         samples = samples_of(group.trajectories)
         self._counts["uniform_groups"] += _is_uniform(samples)
         self._counts["samples"] += len(samples)
         for sample in samples:
             self._count_sample(sample)
+
+    def add_pass(self, group: Group, policy_figures: dict[str, float], denominator: float) -> None:
+        """Count a pass over a group, the first one or another, with the policy's figures of it."""
+        self.denominator += denominator
+        self.step_denominator += denominator
+        self.num_passed_tokens += group.num_sampled_tokens
+        for sums in (self.sums, self.step_sums):
+            for name, value in policy_figures.items():
+                if name.endswith("_max"):
+                    sums[name] = max(sums.get(name, value), value)
+                else:
+                    sums[name] = sums.get(name, 0.0) + value
+
+    def end_optimizer_step(self) -> None:
+        """What is added from here on is of the next one."""
+        self.step_sums, self.step_denominator = {}, 0.0
 
     def _count_sample(self, sample: Sample) -> None:
         counts, num_tokens = self._counts, sample.num_sampled_tokens
@@ -130,8 +150,18 @@ class StepFigures:
 
     @property
     def staleness(self) -> list[int]:
-        """Staleness of each group."""
-        return [self.trained_version - group.scheduled_version for group in self.groups]
+        """Staleness of each group, at the last optimizer step of its batch."""
+        return [self.last_version - group.scheduled_version for group in self.groups]
+
+    @property
+    def version(self) -> int:
+        """Policy version after the step."""
+        return self.trained_version + self.num_steps
+
+    @property
+    def last_version(self) -> int:
+        """Policy version at the last optimizer step of the batch."""
+        return self.version - 1
 
     @property
     def num_over_bound(self) -> int:
@@ -140,17 +170,17 @@ class StepFigures:
 
     @property
     def loss_denominator(self) -> float:
-        """Denominator of the step's sums of losses and gradients.
+        """Denominator of the sums of losses and gradients since the last optimizer step.
 
         It is 1 if every token is masked for staleness or length: the gradient is 0, and the step only increases the version.
         """
         is_masked = self.num_masked_tokens or self._counts["overlong_rows"]
-        return self.denominator if self.denominator or not is_masked else 1.0
+        return self.step_denominator if self.step_denominator or not is_masked else 1.0
 
     @property
     def is_all_masked(self) -> bool:
         """Whether off-policy corrections masked every token: the policy gradient is 0, and the step only increases the version."""
-        return 0 < self.num_tokens <= self.sums.get("correction_masked_sum", 0.0)
+        return 0 < self.num_passed_tokens <= self.sums.get("correction_masked_sum", 0.0)
 
     @property
     def trains_nothing(self) -> bool:
@@ -192,7 +222,7 @@ class StepFigures:
         values |= {metric: total / number for metric, (total, number) in self._own_figures.items()}
         for name, value in self.sums.items():
             if name == "loss_sum":
-                values["policy/loss"] = value / (self.loss_denominator or 1.0)
+                values["policy/loss"] = value / (self.denominator or 1.0)
             elif name.endswith("_sum"):
                 values[_policy_metric(name.removesuffix("_sum"))] = value / self._num_tokens_of(name)
             elif name.endswith("_max"):
@@ -203,7 +233,7 @@ class StepFigures:
     def _num_tokens_of(self, name: str) -> float:
         """Number of tokens that the policy's sum ``name`` is over: those of its lag, or all."""
         of_lag = _OF_LAG.match(name)
-        return max(1, self.num_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
+        return max(1, self.num_passed_tokens) if of_lag is None else self.sums[f"{of_lag[1]}_tokens_sum"]
 
 
 def _policy_metric(name: str) -> str:

@@ -95,7 +95,7 @@ class FinishedGroupFilter:
         await self.dataloader.mark_filtered_uids([(group.epoch, group.uid)])
         await self.staleness.on_rollout_filtered(admission_of(group))
         self.buffer.notify()
-        step = self.staleness.trained_version + 1
+        step = self.staleness.last_version + 1
         self.record.add(EndedGroup(group=group, outcome=Outcome.FILTERED, step=step, reason=reason))
         self.counts["filtered_groups"] += 1
         self.counts[f"filtered/{reason}"] += 1

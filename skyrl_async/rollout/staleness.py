@@ -59,9 +59,9 @@ class _AsyncStalenessManager:
     max_concurrent_generation_groups: int
     """Groups in flight at once, >= 1."""
     mini_batch_size: int
-    """Groups per optimizer step, >= 1."""
+    """Groups that are trained between two versions, >= 1: those of an optimizer step, or of a batch of several."""
     max_staleness_steps: int
-    """The bound, >= 0."""
+    """The bound, >= ``steps_per_version - 1``."""
     max_groups: int | None = None
     """Groups admitted in all; None: no limit."""
     limits_buffered_groups: bool = field(default=False, kw_only=True)
@@ -70,6 +70,10 @@ class _AsyncStalenessManager:
     """
     admits_whole_batches: bool = field(default=False, kw_only=True)
     """Admit each mini-batch at once, after the last group of the previous one has ended."""
+    steps_per_version: int = field(default=1, kw_only=True)
+    """Optimizer steps between two versions, >= 1. A group is last trained at the last of them, so that the bound lets ``(S + 1) //
+    steps_per_version - 1`` batches be ahead of the one that is trained.
+    """
     window_groups: int = field(default=1, kw_only=True)
     """Admission indices in the window, that of the oldest open group included, >= 1; 1 unless the policy is ``window``."""
 
@@ -104,12 +108,23 @@ class _AsyncStalenessManager:
     @property
     def window_steps(self) -> int:
         """Optimizer steps by which the window raises the bound (formula: class docstring)."""
-        return -(-(self.window_groups - 1) // self.mini_batch_size) if self.max_staleness_steps else 0
+        num_batches = -(-(self.window_groups - 1) // self.mini_batch_size) if self._max_batches_ahead else 0
+        return num_batches * self.steps_per_version
+
+    @property
+    def _max_batches_ahead(self) -> int:
+        """The bound in batches."""
+        return (self.max_staleness_steps + 1) // self.steps_per_version - 1
+
+    @property
+    def last_version(self) -> int:
+        """Version at the last optimizer step of the batch that is trained: to it staleness is counted."""
+        return self.trained_version + self.steps_per_version - 1
 
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        limit = (self.max_staleness_steps + self.served_version + 1) * self.mini_batch_size
+        limit = (self._max_batches_ahead + self.served_version // self.steps_per_version + 1) * self.mini_batch_size
         if self.max_groups is not None:
             limit = min(limit, self.max_groups)
         num_admitted = self._num_trained + len(self._open)
@@ -166,16 +181,16 @@ class _AsyncStalenessManager:
         self._changes.notify()
 
     async def notify_step(self, version: int) -> None:
-        """Optimizer step ``version`` is completed. Raises ``StateError`` unless it follows the one before."""
-        if version != self.trained_version + 1:
+        """Optimizer step ``version`` is completed, the last of its batch. Raises ``StateError`` unless it follows the one before."""
+        if version != self.trained_version + self.steps_per_version:
             raise StateError(
-                f"optimizer step {version} cannot follow {self.trained_version}: steps are counted one by one"
+                f"optimizer step {version} cannot follow {self.trained_version}: steps are counted by {self.steps_per_version}"
             )
         self.trained_version = version
 
     async def notify_capacity_change(self, version: int) -> None:
         """Every engine serves ``version``: the next one, or a later one up to the completed steps. Raises ``StateError`` otherwise."""
-        if not self.served_version < version <= max(self.served_version + 1, self.trained_version):
+        if not self.served_version < version <= max(self.served_version + self.steps_per_version, self.trained_version):
             raise StateError(
                 f"policy version {version} cannot follow {self.served_version}: versions count optimizer steps"
             )
@@ -201,8 +216,8 @@ class _AsyncStalenessManager:
         num_before = 0
         for version in sorted(v for v in self._num_open_of if v < scheduled_version):
             num_before += self._num_open_of[version]
-            steps_left = version + self.max_staleness_steps - self.trained_version
-            if num_before >= num_free + steps_left * self.mini_batch_size:
+            batches_left = (version - self.trained_version) // self.steps_per_version + self._max_batches_ahead
+            if num_before >= num_free + batches_left * self.mini_batch_size:
                 return False
         return True
 
@@ -212,7 +227,7 @@ class _AsyncStalenessManager:
         The window begins at the oldest open group, and moves when that is trained or dropped; groups taken from its middle do not
         move it. With a bound of 0 it has every group: all are of one step.
         """
-        return not self.max_staleness_steps or index < next(iter(self._open)) + self.window_groups
+        return not self._max_batches_ahead or index < next(iter(self._open)) + self.window_groups
 
     def first_open_index(self) -> int | None:
         """The smallest admission index that is neither trained nor dropped."""
@@ -227,7 +242,7 @@ class _AsyncStalenessManager:
         running: Sequence[Admission] = (),
         holds_bound: bool = True,
     ) -> tuple[Admission, ...]:
-        """Continue after ``version`` steps, which count as whole mini-batches of the size given here.
+        """Continue after ``version`` steps, which count as whole batches of the size given here.
 
         The next admission gets ``next_index``. Returns the restored groups among ``finished`` (not yet trained) and ``running``, oldest
         admitted first. All are restored, unless the checkpoint had another mini-batch size or bound and they exceed this run's
@@ -238,7 +253,7 @@ class _AsyncStalenessManager:
         if self.next_index or self.served_version:
             raise StateError("a staleness manager takes a checkpoint's state only before its first admission")
         self.served_version = self.trained_version = version
-        self._num_trained = version * self.mini_batch_size
+        self._num_trained = version // self.steps_per_version * self.mini_batch_size
         self.next_index = next_index
         restored: list[Admission] = []
         opened = sorted((*finished, *running), key=lambda a: a.index)
@@ -247,9 +262,10 @@ class _AsyncStalenessManager:
             if self.window_steps:
                 end = admission.index + self.window_groups
                 num_overtaking = bisect_left(opened, end, key=lambda a: a.index) - place - 1 + max(0, end - next_index)
-            latest = version + (len(restored) + num_overtaking) // self.mini_batch_size
+            num_batches = (len(restored) + num_overtaking) // self.mini_batch_size
+            latest = self.last_version + num_batches * self.steps_per_version
             staleness = latest - admission.scheduled_version if holds_bound else 0
-            has_place = len(restored) < (self.max_staleness_steps + 1) * self.mini_batch_size
+            has_place = len(restored) < (self._max_batches_ahead + 1) * self.mini_batch_size
             if has_place and staleness <= self.max_staleness_steps + self.window_steps:
                 restored.append(admission)
                 self._open_group(admission)
@@ -309,7 +325,7 @@ class StalenessPolicy:
 
     def is_dropped(self, scheduled_version: int, staleness: _AsyncStalenessManager) -> bool:
         """Whether to drop an open group admitted at ``scheduled_version``, because it is past the bound."""
-        return self.drops_groups and staleness.trained_version - scheduled_version > staleness.max_staleness_steps
+        return self.drops_groups and staleness.last_version - scheduled_version > staleness.max_staleness_steps
 
     def masked_group(self, group: Group, version: int, max_staleness_steps: int) -> Group:
         """The group as it is trained at ``version``; with ``masks``, its tokens past the bound are masked.

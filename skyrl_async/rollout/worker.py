@@ -217,7 +217,7 @@ class GenerationWorkers:
         """Requeue the prompt of a group just taken from the buffer."""
         self._counts["requeued_groups"] += 1
         self._counts["requeued_tokens"] += group.num_sampled_tokens
-        step = self.staleness.trained_version + 1
+        step = self.staleness.last_version + 1
         reason = "it became older than trainer.max_staleness_steps"
         self.record.add(EndedGroup(group=group, outcome=Outcome.DROPPED, step=step, reason=reason))
         await self.dataloader.requeue((group.epoch, group.uid))
@@ -386,7 +386,7 @@ class GenerationWorkers:
             EndedGroup(
                 group=_ended(group, tuple(rows)),
                 outcome=Outcome.FAILED,
-                step=self.staleness.trained_version + 1,
+                step=self.staleness.last_version + 1,
                 reason="other samples of its group failed",
                 failed=[index for index in range(self._num_samples) if index not in finished],
                 failure=error,

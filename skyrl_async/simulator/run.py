@@ -47,6 +47,9 @@ class SimulationSettings:
 
     mini_batch_size: int = 8
     """Groups per step."""
+    train_batch_size: int | None = None
+    """Groups per batch; None: one mini-batch."""
+    update_epochs_per_batch: int = 1
     group_size: int = 2
     """Trajectories per group."""
     max_staleness_steps: int = 2
@@ -277,8 +280,7 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         max_checkpoints_to_keep=max_checkpoints_to_keep,
     )
     # Unlike a run, a simulation may have fewer groups in flight than a mini-batch.
-    most = settings.mini_batch_size * (settings.max_staleness_steps + 1)
-    trainer.num_parallel_generation_workers = settings.num_workers or most
+    trainer.num_parallel_generation_workers = settings.num_workers or trainer.most_open_groups
     sampling = SamplingConfig(max_tokens=settings.max_tokens)
     generator = from_section(GeneratorConfig, settings, n_samples_per_prompt=settings.group_size, sampling=sampling)
     evaluation = EvaluationConfig(

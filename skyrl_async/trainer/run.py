@@ -26,9 +26,9 @@ from skyrl_async.trainer.step_gate import StepGate
 from skyrl_async.types import Group
 
 
-def is_due(interval: int, version: int) -> bool:
-    """Whether something done every ``interval`` steps is due after step ``version``; an interval of 0 never is."""
-    return bool(interval) and version % interval == 0
+def is_due(interval: int, version: int, num_steps: int) -> bool:
+    """Whether something done every ``interval`` steps is due after the ``num_steps`` steps that end with ``version``; 0: never."""
+    return bool(interval) and version // interval > (version - num_steps) // interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +97,18 @@ def make_run(
         shutdown: ends the run early; None makes one.
         make_buffer: takes the most groups to hold at a time.
     """
-    trainer, mini_batch_size = config.trainer, config.trainer.policy_mini_batch_size
+    trainer, batch_size, num_steps = config.trainer, config.trainer.batch_size, config.trainer.steps_per_batch
     staleness = _AsyncStalenessManager(
         trainer.max_concurrent_generation_groups(config.num_group_places),
-        mini_batch_size,
+        batch_size,
         trainer.staleness_bound,
-        None if trainer.num_steps is None else trainer.num_steps * mini_batch_size,
+        None if trainer.num_steps is None else trainer.num_steps // num_steps * batch_size,
         limits_buffered_groups=trainer.count_buffered_as_in_flight and not trainer.publishes_between_batches,
         admits_whole_batches=trainer.schedule is Schedule.one_step_off,
+        steps_per_version=num_steps,
         window_groups=trainer.window_groups,
     )
-    buffer = make_buffer(mini_batch_size * (trainer.staleness_bound + 1))
+    buffer = make_buffer(trainer.most_open_groups)
     board = StageBoard(on_left=trace_stages(trace))
     workers = GenerationWorkers(
         dataloader=dataloader,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state, require_critic
+from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import OpenGroup, RunningGroup, admission_of
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -54,6 +55,11 @@ class RunSaver:
         """
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
+        if state.step % (num_steps := self.run.config.trainer.steps_per_batch):
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is of step {state.step}, inside of a batch of {num_steps} optimizer steps: resume with the "
+                "trainer.train_batch_size and trainer.update_epochs_per_batch that wrote it"
+            )
         if self.critic is not None:
             require_critic(checkpoint)
         await self.policy.load(checkpoint / "policy")

@@ -57,7 +57,7 @@ class TrainStage:
     ) -> None:
         self._run = run
         self._config = config = run.config.trainer
-        is_whole = config.stream_mini_batch is False or step_advantages.need_mini_batch
+        is_whole = config.stream_mini_batch is False or step_advantages.need_mini_batch or config.steps_per_batch > 1
         self._streams = config.schedule is Schedule.fully_async and not is_whole
         self._aggregation = Aggregation(
             name=config.algorithm.loss_reduction.name,
@@ -107,6 +107,7 @@ class TrainStage:
         return StepFigures(
             trained_version=self._run.staleness.trained_version,
             max_staleness_steps=self._run.staleness.max_staleness_steps,
+            num_steps=self._config.steps_per_batch,
             window_steps=self._run.staleness.window_steps,
             began_at=asyncio.get_running_loop().time(),
         )
@@ -118,7 +119,9 @@ class TrainStage:
         self._run.gate.handed_on()
         steps.put_nowait(trained)
         await self._run.gate.until_may_begin(
-            all_are_through=is_due(self._config.checkpoint_interval_steps, trained.version)
+            all_are_through=is_due(
+                self._config.checkpoint_interval_steps, trained.version, self._config.steps_per_batch
+            )
         )
         checkpoint_seconds = trained.figures.seconds.get("checkpoint", 0.0)
         upcoming.add_seconds("wait_for_publish", loop.time() - started - checkpoint_seconds)
@@ -126,15 +129,17 @@ class TrainStage:
         self.beside_validation.lap(left_out_s=checkpoint_seconds)
 
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
-        """Take one optimizer step on the next mini-batch; None when no group is left, or on a shutdown."""
-        version = figures.trained_version + 1
+        """Take the optimizer steps of the next batch, most often one; None when no group is left, or on a shutdown."""
+        version, batch = figures.version, list[Group]()
         try:
             async for group in self._groups(figures):
-                await self._lease_devices(figures)
-                with lane.processing(group.uid):
-                    await self._add_gradients(group, figures)
+                if self._is_mini_batch(batch):
+                    await self._step_within_batch(lane, figures)
+                batch.append(group)
+                await self._train_group(lane, group, figures)
             if figures.groups:
                 await self._wait_for_publish(lane, figures)
+                await self._train_again(lane, batch, figures)
         except ShutdownRequested:
             logger.warning("step %d is left: %d of its groups had arrived", version, len(self._run.groups_in_step))
             return None
@@ -152,13 +157,37 @@ class TrainStage:
                 self._run.recorder.totals.add_step(figures)
         return trained
 
+    def _is_mini_batch(self, groups: Sequence[Group]) -> bool:
+        """Whether these groups of a batch end with a whole mini-batch."""
+        return bool(groups) and len(groups) % self._config.policy_mini_batch_size == 0
+
+    async def _train_again(self, lane: Lane, batch: Sequence[Group], figures: StepFigures) -> None:
+        """The passes over a batch after its first one, without the last optimizer step."""
+        for _ in range(1, self._config.update_epochs_per_batch):
+            for index, group in enumerate(batch):
+                if index % self._config.policy_mini_batch_size == 0:
+                    await self._step_within_batch(lane, figures)
+                await self._train_group(lane, group, figures, is_again=True)
+
+    async def _train_group(self, lane: Lane, group: Group, figures: StepFigures, *, is_again: bool = False) -> None:
+        await self._lease_devices(figures)
+        with lane.processing(group.uid):
+            await self._add_gradients(group, figures, is_again=is_again)
+
+    async def _step_within_batch(self, lane: Lane, figures: StepFigures) -> None:
+        """Take an optimizer step that others of its batch follow. All groups of the batch are there: a shutdown lets it end."""
+        await self._wait_for_publish(lane, figures)
+        await self._lease_devices(figures)
+        async with self._run.gate.stepping():
+            await self._optimizer_step(figures)
+
     async def _groups(self, figures: StepFigures) -> AsyncIterator[Group]:
         """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
         collected: list[Group] = []
-        for num_taken in range(self._config.policy_mini_batch_size):
+        for num_taken in range(self._config.batch_size):
             with self._run.recorder.timed(figures, "wait_for_groups", track="waiting"):
                 async with self._run.shutdown.interruptible(wait_for_step=True):
-                    group = await self._next_group(self._config.policy_mini_batch_size - num_taken, figures)
+                    group = await self._next_group(self._config.batch_size - num_taken, figures)
             if group is None:
                 break
             self._run.groups_in_step.append(group)
@@ -176,7 +205,7 @@ class TrainStage:
     def _masked(self, group: Group, figures: StepFigures) -> Group:
         """The group without the tokens that the staleness policy masks."""
         policy = self._run.staleness_policy
-        return policy.masked_group(group, figures.trained_version, figures.max_staleness_steps)
+        return policy.masked_group(group, figures.last_version, figures.max_staleness_steps)
 
     async def _next_group(self, num_free: int, figures: StepFigures) -> Group | None:
         """Return the oldest finished group that may be trained; requeue groups that the staleness policy drops."""
@@ -202,28 +231,35 @@ class TrainStage:
             await run.workers.requeue_finished(group)
 
     async def _step(self, figures: StepFigures) -> dict[str, float]:
-        """Take the optimizer step after all gradients are added; returns the policy's values, by metric name."""
-        version = figures.trained_version + 1
+        """Take the batch's last optimizer step after all gradients are added; returns the policy's values, by metric name."""
+        policy_values = await self._optimizer_step(figures)
+        await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
+        self._run.recorder.record_step(figures.version, figures.groups)
+        self.is_torn = False
+        policy_values |= self._step_advantages.end_step()
+        await self._run.staleness.notify_step(figures.version)
+        self._run.groups_in_step.clear()
+        return policy_values
+
+    async def _optimizer_step(self, figures: StepFigures) -> dict[str, float]:
+        """Have the policy, and the critic, take a step with the gradients that were added; returns the policy's values."""
         self.is_torn = True
-        lr_scale = self._guard.lr_scale(effective_shares(figures.sums))
+        lr_scale = self._guard.lr_scale(effective_shares(figures.step_sums))
         if not lr_scale:
-            logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
-        if self._critic is not None and version <= self._critic.warmup_steps:
+            logger.warning(
+                "step %d is refused: its effective sample size is below trainer.guard.min_ess", figures.version
+            )
+        if self._critic is not None and figures.trained_version < self._critic.warmup_steps:
             lr_scale = 0.0
         async with self._beside_critic(figures, CriticTraining.step):
             with self._run.recorder.timed(figures, "optimizer_step", track="training"):
                 policy_values = await self._policy.step(figures.loss_denominator, lr_scale)
                 _set_wait_apart(figures, "optimizer_step", policy_values)
         policy_values["lr_scale"] = lr_scale
-        await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
-        self._run.recorder.record_step(figures.trained_version, figures.groups)
-        self.is_torn = False
-        policy_values |= self._step_advantages.end_step()
-        await self._run.staleness.notify_step(version)
-        self._run.groups_in_step.clear()
+        figures.end_optimizer_step()
         return policy_values
 
-    async def _add_gradients(self, group: Group, figures: StepFigures) -> None:
+    async def _add_gradients(self, group: Group, figures: StepFigures, *, is_again: bool) -> None:
         """Train on a group, without the tokens that the staleness policy masks."""
         masked = self._masked(group, figures)
         reduced = self._aggregation(masked.trajectories)
@@ -235,7 +271,11 @@ class TrainStage:
                     reduced.trajectories, masked.advantages, figures.trained_version
                 )
                 _set_wait_apart(figures, "forward_backward", sums)
-        masked = _with_logprobs(masked, sums.pop(LOGPROBS, None), figures.trained_version)
+        logprobs = sums.pop(LOGPROBS, None)
+        if is_again:
+            figures.add_pass(masked, sums, reduced.denominator)
+            return
+        masked = _with_logprobs(masked, logprobs, figures.trained_version)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
 
@@ -267,14 +307,14 @@ class TrainStage:
         if self._run.gate.may_step:
             figures.add_seconds("wait_for_publish", 0.0)
         else:
-            lane.process(f"step {figures.trained_version + 1}", is_counted=False)
+            lane.process(f"step {figures.version}", is_counted=False)
             lane.wait_for_output()
             self._lease.release()
             with self._run.recorder.timed(figures, "wait_for_publish", track="waiting"):
                 await self._run.staleness.notify_trainer_waiting(True)
                 await self._run.gate.until_may_step()
                 await self._run.staleness.notify_trainer_waiting(False)
-        if self._run.shutdown.is_requested and self._weight_update.is_cut:
+        if self._run.shutdown.is_requested and self._weight_update.is_cut and not self.is_torn:
             raise ShutdownRequested
 
 

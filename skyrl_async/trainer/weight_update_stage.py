@@ -88,7 +88,10 @@ class WeightUpdateStage:
             config.eval_interval_steps,
         )
         is_needed = self._owes_version or version == config.num_steps
-        return is_needed or any(is_due(interval, version) for interval in intervals)
+        return is_needed or any(self._is_due(interval, version) for interval in intervals)
+
+    def _is_due(self, interval: int, version: int) -> bool:
+        return is_due(interval, version, self._config.steps_per_batch)
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes trained steps; produces policy versions; waits for engines. The work of later steps overlaps it."""
@@ -107,7 +110,7 @@ class WeightUpdateStage:
             if trained.gathered_at is not None:
                 async with self._run.shutdown.interruptible(wait_for_step=True):
                     trained.is_published = await self._publish_step(trained, trained.gathered_at)
-                    if trained.is_published and is_due(self._config.logprob_probe_interval_steps, version):
+                    if trained.is_published and self._is_due(self._config.logprob_probe_interval_steps, version):
                         values = await self._check(version)
         except ShutdownRequested:
             trained.is_published = False
@@ -148,7 +151,7 @@ class WeightUpdateStage:
         self._owes_version = not await self._publisher.send(version)
         if self._owes_version:
             return None
-        if not is_due(self._config.logprob_probe_interval_steps, version):
+        if not self._is_due(self._config.logprob_probe_interval_steps, version):
             self._run.gate.sent(version)
         if self._publisher.double_buffer:
             await self._until_version_may_change()
@@ -189,7 +192,7 @@ class WeightUpdateStage:
 
     async def _log_and_save(self, trained: TrainedStep, values: dict[str, float]) -> None:
         """Log before saving: a run killed in between trains the step again, a run killed later has its record."""
-        if not is_due(self._config.checkpoint_interval_steps, trained.version):
+        if not self._is_due(self._config.checkpoint_interval_steps, trained.version):
             self._log(trained, values)
             return
         with self._run.recorder.timed(trained.figures, "checkpoint", track="training"):

@@ -105,7 +105,7 @@ def divergence_rules(config: Config) -> Iterator[str]:
             "trainer.algorithm.ref_logp must be stage with trainer.algorithm.use_kl_in_reward=true, got inline: rewards are known before "
             "the training step"
         )
-    num_groups, num_samples = config.trainer.policy_mini_batch_size, config.generator.n_samples_per_prompt
+    num_groups, num_samples = config.trainer.batch_size, config.generator.n_samples_per_prompt
     of_step = num_groups * num_samples
     if control.type is KlControl.adaptive and control.horizon < of_step:
         yield (

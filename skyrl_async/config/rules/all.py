@@ -44,9 +44,10 @@ def task_rules(config: Config) -> Iterator[str]:
             "install skyrl-async[reasoning-gym] (uv run --extra reasoning-gym ...)"
         )
     yield from policy.tiny_policy_rules(config)
-    size, prompts = trainer.policy_mini_batch_size, task.num_train_prompts
+    size, prompts = trainer.batch_size, task.num_train_prompts
     if not is_dataset and task.name != HARBOR_TASK and size > prompts:
-        yield f"trainer.policy_mini_batch_size must be <= task.num_train_prompts ({prompts}), got {size}"
+        key = "policy_mini_batch_size" if trainer.train_batch_size is None else "train_batch_size"
+        yield f"trainer.{key} must be <= task.num_train_prompts ({prompts}), got {size}"
     nothing = "nothing would be evaluated"
     if trainer.eval_only and not config.evaluation.num_prompts:
         yield f"evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0: {nothing}"

@@ -235,7 +235,7 @@ def _advice_on_schedule(config: Config) -> Iterator[str]:
 def _advice_on_memory(config: Config) -> Iterator[str]:
     """All rows that the staleness bound lets be sampled and not trained, each as long as it may become."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
-    num_rows = trainer.policy_mini_batch_size * (trainer.staleness_bound + 1) * config.generator.n_samples_per_prompt
+    num_rows = trainer.most_open_groups * config.generator.n_samples_per_prompt
     longest = config.engine.max_model_len or config.generator.sampling.max_tokens
     num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * algorithm.uses_reference)
     if num_bytes > (there := psutil.virtual_memory().total):

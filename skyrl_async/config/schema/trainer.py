@@ -93,7 +93,8 @@ class TrainerConfig:
     """
     max_staleness_steps: int | None = None
     """Most optimizer steps between a group's admission and its training. Null: 4; 0 with schedule=sync, 1 with one_step_off, and
-    generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream.
+    generate_ahead_steps or fully_async.max_staleness_steps where one is given. 0 is synchronous training, which may still stream. Where a
+    batch takes n optimizer steps, at least n - 1, and null is n - 1 with sync, 2n - 1 with one_step_off, else 2n - 1 or 4.
     """
     generate_ahead_steps: int | None = None
     """async-rl's name of max_staleness_steps: there the number of steps that generation may run ahead of the last parameter update. Groups
@@ -111,6 +112,14 @@ class TrainerConfig:
     policy_mini_batch_size: int = bounded(64, ge=1)
     """Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); SkyRL's
     GSM8K script takes 256 groups of 5.
+    """
+    train_batch_size: int | None = None
+    """Groups of a batch, between whose optimizer steps no weights are published: a multiple of policy_mini_batch_size; null: one of it. A
+    batch of several optimizer steps is trained once all of its groups are there.
+    """
+    update_epochs_per_batch: int = 1
+    """Passes over a batch, each with an optimizer step per policy_mini_batch_size groups. Staleness counts optimizer steps, up to the last
+    one that trains a group.
     """
     num_parallel_generation_workers: int | None = None
     """Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that
@@ -199,20 +208,41 @@ class TrainerConfig:
     """
 
     def __post_init__(self) -> None:
+        self._check_batch()
         self._check_schedule()
-        bound, interval = self.staleness_bound, self.publish_every_steps
+        bound, interval, num_steps = self.staleness_bound, self.publish_every_steps, self.steps_per_batch
+        expected = f">= {num_steps - 1}, since a batch takes {num_steps} optimizer steps under one published version"
+        require(bound >= num_steps - 1, "trainer.max_staleness_steps", expected, bound)
         expected = f"between 1 and max_staleness_steps + 1 ({bound + 1}): training would wait for groups that may not be generated yet"
         require(1 <= interval <= bound + 1, "trainer.publish_every_steps", expected, interval)
         if self.resume_mode is ResumeMode.from_path:
             expected = "a checkpoint directory when trainer.resume_mode=from_path"
             require(self.resume_path is not None, "trainer.resume_path", expected, self.resume_path)
         key, workers = self._asked(*_WORKERS_NAMES)
-        least, most = self.policy_mini_batch_size, self.policy_mini_batch_size * (bound + 1)
+        least, most = self.batch_size, self.most_open_groups
         expected = (
             f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})"
         )
+        if num_steps > 1:
+            expected = f"between a batch ({least}) and the groups that max_staleness_steps lets be open ({most})"
         require(workers is None or least <= workers <= most, key, expected, workers)
         self._check_window(most)
+
+    def _check_batch(self) -> None:
+        """Raise ``ConfigError`` unless batches consist of whole mini-batches, the run of whole batches, and publishes come between them."""
+        epochs = self.update_epochs_per_batch
+        require(epochs >= 1, "trainer.update_epochs_per_batch", ">= 1", epochs)
+        size, mini, num_steps = self.batch_size, self.policy_mini_batch_size, self.steps_per_batch
+        expected = f"a multiple of trainer.policy_mini_batch_size ({mini})"
+        require(size >= mini and size % mini == 0, "trainer.train_batch_size", expected, size)
+        if num_steps == 1:
+            return
+        expected = f"a multiple of {num_steps}, the optimizer steps of a batch, or null"
+        require(
+            self.num_steps is None or self.num_steps % num_steps == 0, "trainer.num_steps", expected, self.num_steps
+        )
+        expected = f"1 with batches of {num_steps} optimizer steps, after each of which weights are published"
+        require(self.publish_every_steps == 1, "trainer.publish_every_steps", expected, self.publish_every_steps)
 
     def _check_window(self, most: int) -> None:
         """Raise ``ConfigError`` for a window that the policy does not have, or of more groups than may be open."""
@@ -229,7 +259,7 @@ class TrainerConfig:
         require(asked is None or asked >= 0, key, ">= 0 or null", asked)
         if self.schedule is Schedule.fully_async:
             return
-        own, name = _SCHEDULE_BOUNDS[self.schedule], self.schedule.name
+        own, name = self._own_bound, self.schedule.name
         expected = (
             f"false or null when trainer.schedule={name}, which trains whole mini-batches (fully_async streams, also with "
             "max_staleness_steps=0)"
@@ -250,15 +280,37 @@ class TrainerConfig:
     def staleness_bound(self) -> int:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
         _, asked = self._asked(*_BOUND_NAMES)
-        return _SCHEDULE_BOUNDS.get(self.schedule, _DEFAULT_BOUND) if asked is None else asked
+        return self._own_bound if asked is None else asked
+
+    @property
+    def _own_bound(self) -> int:
+        """The bound of the schedule, in optimizer steps; of ``fully_async`` its default."""
+        num_steps = self.steps_per_batch
+        if self.schedule is Schedule.fully_async:
+            return max(_DEFAULT_BOUND, 2 * num_steps - 1)
+        return (_SCHEDULE_BOUNDS[self.schedule] + 1) * num_steps - 1
+
+    @property
+    def batch_size(self) -> int:
+        """Groups between two published versions."""
+        return self.policy_mini_batch_size if self.train_batch_size is None else self.train_batch_size
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps between two published versions."""
+        return self.update_epochs_per_batch * (self.batch_size // self.policy_mini_batch_size)
+
+    @property
+    def most_open_groups(self) -> int:
+        """Groups that the bound lets be admitted and not trained."""
+        return self.batch_size * ((self.staleness_bound + 1) // self.steps_per_batch)
 
     @property
     def window_groups(self) -> int:
         """``staleness_window_groups``, or its default; 1 with another policy than ``window``."""
         if self.staleness_policy is not StalenessPolicy.window:
             return 1
-        most = self.policy_mini_batch_size * (self.staleness_bound + 1)
-        return self.staleness_window_groups or max(1, int(_WINDOW_SHARE * most))
+        return self.staleness_window_groups or max(1, int(_WINDOW_SHARE * self.most_open_groups))
 
     @property
     def publishes_between_batches(self) -> bool:
@@ -273,6 +325,5 @@ class TrainerConfig:
 
     def max_concurrent_generation_groups(self, num_places: int) -> int:
         """Groups in flight at once, on engines that run ``num_places`` groups at once."""
-        most = self.policy_mini_batch_size * (self.staleness_bound + 1)
         _, asked = self._asked(*_WORKERS_NAMES)
-        return asked or min(most, max(2 * self.policy_mini_batch_size, num_places))
+        return asked or min(self.most_open_groups, max(2 * self.batch_size, num_places))

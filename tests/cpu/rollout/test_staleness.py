@@ -28,8 +28,8 @@ class Admissions(RuleBasedStateMachine):
         super().__init__()
         self.set_up(batch=3, bound=2)
 
-    def set_up(self, *, batch: int, bound: int, window: int = 1) -> None:
-        self.batch, self.bound, self.window, self.most = batch, bound, window, 7
+    def set_up(self, *, batch: int, bound: int, window: int = 1, steps: int = 1) -> None:
+        self.batch, self.bound, self.window, self.steps, self.most = batch, bound, window, steps, 7
         self.manager = self.new_manager()
         self.held = bound + self.manager.window_steps
         self.running: list[Admission] = []
@@ -38,7 +38,9 @@ class Admissions(RuleBasedStateMachine):
         self.num_free = self.batch
 
     def new_manager(self) -> _AsyncStalenessManager:
-        return _AsyncStalenessManager(self.most, self.batch, self.bound, window_groups=self.window)
+        return _AsyncStalenessManager(
+            self.most, self.batch, self.bound, window_groups=self.window, steps_per_version=self.steps
+        )
 
     def may_train(self, admission: Admission) -> bool:
         return self.manager.may_train(admission.scheduled_version, self.num_free)
@@ -74,14 +76,14 @@ class Admissions(RuleBasedStateMachine):
         if not self.may_train(oldest):
             assert any(a.index < oldest.index for a in self.running), "nothing would ever let it go"
             return
-        assert self.manager.served_version - oldest.scheduled_version <= self.held
+        assert self.manager.last_version - oldest.scheduled_version <= self.held
         drive(self.manager.on_rollout_trained(oldest.index))
         self.finished.remove(oldest)
         self.trained.append(oldest)
         self.num_free -= 1
         if self.num_free == 0:
             self.num_free = self.batch
-            drive(self.manager.notify_capacity_change(self.manager.served_version + 1))
+            drive(self.manager.notify_capacity_change(self.manager.served_version + self.steps))
 
     @rule()
     def resume(self) -> None:
@@ -102,9 +104,10 @@ class Admissions(RuleBasedStateMachine):
     def the_rule_holds(self) -> None:
         accepted = len(self.finished) + len(self.trained)
         assert len(self.running) <= self.most
-        assert accepted + len(self.running) <= (self.bound + self.manager.served_version + 1) * self.batch
+        num_batches = (self.bound + self.manager.served_version + 1) // self.steps
+        assert accepted + len(self.running) <= num_batches * self.batch
         opened = [a.scheduled_version for a in self.running + self.finished]
-        assert all(self.manager.served_version - v <= self.held for v in opened)
+        assert all(self.manager.last_version - v <= self.held for v in opened)
         assert self.manager.num_accepted == accepted
         drive(self.manager.validate_state_at_epoch_end(len(self.trained)))
 
@@ -148,6 +151,16 @@ class Window(Admissions):
         return is_allowed
 
 
+class Batches(Admissions):
+    """A batch takes several optimizer steps under one version; no group is older than the bound at the last of them."""
+
+    @initialize(batch=st.integers(1, 3), steps=st.integers(2, 4), data=st.data())
+    def any_batch(self, batch: int, steps: int, data: st.DataObject) -> None:
+        self.set_up(batch=batch, bound=data.draw(st.integers(steps - 1, 3 * steps)), steps=steps)
+
+
+TestBatches = pytest.mark.slow(Batches.TestCase)
+TestBatches.settings = settings(stateful_step_count=60)
 TestCapacityRule = pytest.mark.slow(CapacityRule.TestCase)
 TestCapacityRule.settings = settings(stateful_step_count=60)
 TestWindow = pytest.mark.slow(Window.TestCase)

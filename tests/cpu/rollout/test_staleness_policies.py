@@ -96,6 +96,36 @@ def test_contract_2_window_trains_no_group_past_its_bound_and_drops_none(
     assert totals.trained_groups == simulation.workers.counts["groups"] == settings.num_steps * 4
 
 
+@pytest.mark.slow
+@given(
+    policy=st.sampled_from(["wait", "window", "mask", "resample"]),
+    num_mini_batches=st.integers(1, 2),
+    num_epochs=st.integers(1, 3),
+    num_ahead=st.integers(0, 2),
+    seed=st.integers(0, 3),
+)
+def test_contract_2_no_pass_over_a_batch_of_several_optimizer_steps_trains_past_the_bound(
+    policy: str, num_mini_batches: int, num_epochs: int, num_ahead: int, seed: int
+) -> None:
+    num_steps = num_mini_batches * num_epochs
+    bound = num_steps * (num_ahead + 1) - 1
+    settings = replace(LONG_TAILED, mini_batch_size=4, train_batch_size=4 * num_mini_batches, num_steps=6 * num_steps)
+    settings = replace(settings, update_epochs_per_batch=num_epochs, max_staleness_steps=bound, seed=seed, sigma=1.5)
+    simulation = simulate(replace(settings, staleness_policy=policy))
+    totals, extra = simulation.trainer.totals, simulation.staleness.window_steps
+    assert max(trained_lags(simulation)) <= bound + extra
+    assert policy == "mask" or totals.staleness_max <= bound + extra
+    assert totals.trained_groups == 6 * 4 * num_mini_batches and simulation.trainer.trained_version == 6 * num_steps
+    passes = Counter(
+        rows[0].prompt_token_ids.tobytes()
+        for step in simulation.policy.steps
+        for rows in step
+        if any(r.loss_mask.any() for r in rows)
+    )
+    assert policy == "mask" or set(passes.values()) == {num_epochs}
+    assert len(simulation.policy.steps) == 6 * num_steps + 1
+
+
 def test_a_straggler_holds_up_less_with_a_window_and_is_trained_past_the_steps_that_admission_allows() -> None:
     def run(window: int) -> RunTotals:
         settings = replace(LONG_TAILED, staleness_policy="window", max_staleness_steps=1, num_steps=20)

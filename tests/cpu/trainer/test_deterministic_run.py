@@ -124,6 +124,10 @@ class Job:
     """More settings of the policy."""
     estimator: str = "grpo"
     """``gae`` brings a critic."""
+    num_mini_batches: int = 1
+    """Of a batch."""
+    num_epochs: int = 1
+    """Passes over a batch."""
 
 
 STOPPED = Job(sampling=SamplingParams(max_tokens=40, stop=("e", "a", "S")), check_interval_steps=0)
@@ -169,10 +173,12 @@ class InFlight(TrainerConfig):
 def config_of(job: Job) -> Config:
     trainer = (TrainerConfig if job.publishes_between_batches else InFlight)(
         max_staleness_steps=job.max_staleness_steps,
-        num_parallel_generation_workers=3 * (job.max_staleness_steps + 1),
+        num_parallel_generation_workers=3 * (job.max_staleness_steps + 1) // job.num_epochs,
         count_buffered_as_in_flight=False,
         policy_mini_batch_size=3,
-        num_steps=NUM_STEPS,
+        num_steps=NUM_STEPS * job.num_mini_batches * job.num_epochs,
+        train_batch_size=3 * job.num_mini_batches,
+        update_epochs_per_batch=job.num_epochs,
         stream_mini_batch=job.stream_mini_batch,
         deterministic=True,
         eval_interval_steps=0,

@@ -1,0 +1,143 @@
+"""Several optimizer steps per batch, bit for bit: the real loop, FSDP2 policy and publisher over the deterministic engine."""
+
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_async.algorithms.estimators.outcome import grpo_advantages
+from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
+from skyrl_async.config.load import from_overrides
+from skyrl_async.errors import ConfigError
+from skyrl_async.simulator.clock import run_in_virtual_time
+from tests.cpu.quick_config import config_of
+from tests.cpu.trainer.test_deterministic_run import (
+    NUM_STEPS,
+    STOPPED,
+    Job,
+    Outcome,
+    Running,
+    build,
+    policy_dir,
+    request,
+    train,
+)
+
+__all__ = ["policy_dir"]
+JOB = Job(max_staleness_steps=3, stream_mini_batch=False, num_mini_batches=2, num_epochs=2)
+
+
+def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
+    """Generate a batch of two mini-batches, pass over it twice with a step for each, publish."""
+
+    async def main() -> Outcome:
+        running = build(JOB, policy_dir, directory)
+        policy, losses, version = running.policy, [], 0
+        await running.publisher.publish(0)
+        for batch in range(NUM_STEPS):
+            drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(6)]
+            generate = running.workers._retrier.generate
+            groups = [await generate(request(prompt, 6 * batch + i)) for i, (_, prompt) in enumerate(drawn)]
+            loss = num_passed = 0.0
+            for mini in (groups[:3], groups[3:]) * 2:
+                num_tokens = 0
+                for rows in mini:
+                    figures = await policy.forward_backward(rows, grpo_advantages([r.reward for r in rows]), version)
+                    loss += figures["loss_sum"]
+                    num_tokens += sum(row.num_sampled_tokens for row in rows)
+                await policy.step(num_tokens)
+                num_passed += num_tokens
+            version += 4
+            losses.append(loss / num_passed)
+            await running.publisher.publish(version)
+        checksum = await running.engine.checksum()
+        await policy.close()
+        return Outcome(losses, checksum)
+
+    return run_in_virtual_time(main())
+
+
+@pytest.mark.slow
+def test_contract_3_at_the_least_bound_a_batch_is_trained_as_in_a_plain_loop_bit_for_bit(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    logged: list[dict[str, float]] = []
+
+    def remember(running: Running) -> None:
+        running.logged = logged
+
+    found = train(JOB, policy_dir, tmp_path / "a", remember)
+    assert found == plain_loop(policy_dir, tmp_path / "b")
+    steps = [values for values in logged if "policy/loss" in values]
+    assert len({values["policy/loss"] for values in steps}) == NUM_STEPS
+    # Groups are counted once, each at the last of the batch's four optimizer steps; the policy's means are over all passes.
+    assert [values["async/staleness_max"] for values in steps] == [3.0] * NUM_STEPS
+    assert all(values["async/over_bound_frac"] == 0 for values in steps)
+    assert all(0 < values["policy/is_ratio_mean"] < 2 for values in steps)
+
+
+@pytest.mark.slow
+def test_contract_7_a_killed_run_trains_the_batch_again_that_it_was_in(policy_dir: Path, tmp_path: Path) -> None:
+    job = replace(JOB, sampling=STOPPED.sampling, check_interval_steps=0)
+    whole = train(job, policy_dir, tmp_path / "whole")
+
+    def in_the_second_pass(running: Running) -> None:
+        step, num_steps = running.policy.step, 0
+
+        async def dying(num_tokens: float, *lr_scale: float) -> dict[str, float]:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 7:
+                raise KeyboardInterrupt
+            return await step(num_tokens, *lr_scale)
+
+        running.policy.step = dying  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(job, checkpoint_interval_steps=1), policy_dir, tmp_path / "killed", in_the_second_pass)
+    latest = Checkpointer(tmp_path / "killed" / "checkpoints", max_to_keep=0).usable().path
+    assert read_state(latest).step == 4
+
+    def resume(running: Running) -> Awaitable[None]:
+        return running.trainer.resume(latest)
+
+    assert train(job, policy_dir, tmp_path / "resumed", resume) == replace(whole, losses=whole.losses[1:])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.train_batch_size=12"], r"train_batch_size must be a multiple of .*mini_batch_size \(8\), got 12"),
+        (["trainer.train_batch_size=4"], r"train_batch_size must be a multiple of .*mini_batch_size \(8\), got 4"),
+        (["trainer.update_epochs_per_batch=0"], "update_epochs_per_batch must be >= 1, got 0"),
+        (
+            ["trainer.update_epochs_per_batch=2", "trainer.max_staleness_steps=0"],
+            "max_staleness_steps must be >= 1, since a batch takes 2 optimizer steps under one published version, got 0",
+        ),
+        (
+            ["trainer.update_epochs_per_batch=3", "trainer.num_steps=70"],
+            "num_steps must be a multiple of 3, the optimizer steps of a batch, or null, got 70",
+        ),
+        (
+            ["trainer.train_batch_size=16", "trainer.publish_every_steps=2"],
+            "publish_every_steps must be 1 with batches of 2 optimizer steps",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config_of(*overrides)
+
+
+@pytest.mark.parametrize(("schedule", "bound"), [("sync", 3), ("one_step_off", 7), ("fully_async", 7)])
+def test_a_schedule_gives_a_batch_of_four_steps_its_own_bound(schedule: str, bound: int) -> None:
+    config = from_overrides(
+        "engine=deterministic",
+        f"trainer.schedule={schedule}",
+        "trainer.train_batch_size=16",
+        "trainer.update_epochs_per_batch=2",
+        "trainer.num_steps=8",
+    )
+    assert config.trainer.staleness_bound == bound
+    assert config.trainer.most_open_groups == 16 * (bound + 1) // 4
