@@ -318,6 +318,8 @@ class Trajectory:
     """(T,) float32: log-probs in nats under the policy, recomputed after generation; 0.0 outside the mask. None: not computed."""
     old_version: int | None = None
     """Policy version of ``old_logprobs``."""
+    teacher_logprobs: Logprobs | None = None
+    """(T,) float32: log-probs in nats under the prompt's teacher, at the sampling temperature; 0.0 outside the mask. None: not computed."""
     values: Values | None = None
     """(T,) float32: the critic's value of what is before each sampled token; 0.0 outside the mask. None: not computed."""
     marks: Mask | None = None
@@ -327,7 +329,16 @@ class Trajectory:
     def __post_init__(self) -> None:
         _set_columns(self)
         num_tokens = len(self.response_token_ids)
-        for name in ("loss_mask", "logprobs", "versions", "ref_logprobs", "old_logprobs", "values", "marks"):
+        for name in (
+            "loss_mask",
+            "logprobs",
+            "versions",
+            "ref_logprobs",
+            "old_logprobs",
+            "teacher_logprobs",
+            "values",
+            "marks",
+        ):
             values = getattr(self, name)
             if values is not None and len(values) != num_tokens:
                 raise ValueError(
@@ -371,6 +382,7 @@ _COLUMNS = {
     "logprobs": np.float32,
     "ref_logprobs": np.float32,
     "old_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
     "values": np.float32,
     "marks": np.bool_,
 }

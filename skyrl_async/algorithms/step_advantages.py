@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, MaskGroup, with_advantages
+from skyrl_async.algorithms.distillation import Distillation
 from skyrl_async.algorithms.history import PromptRewards
 from skyrl_async.columns import NO_LOGPROBS, Advantages, is_repeated, repeated
 from skyrl_async.samples import Sample
@@ -65,6 +66,8 @@ class StepAdvantages:
     """Gives baselines; None if the estimator needs none."""
     normalises: bool = False
     """Whether advantages are normalised over the mini-batch."""
+    distillation: Distillation | None = None
+    """Adds the teacher's share; None: there is no teacher."""
     mark: "Mark | None" = None
     """Marks tokens afterwards; None if the loss needs no marks."""
 
@@ -78,6 +81,8 @@ class StepAdvantages:
             groups = with_advantages(groups, self.estimator, self._reward_of, masked_group, self.history)
         if self.normalises:
             groups = normalised(groups, masked_group)
+        if self.distillation is not None:
+            groups = [self.distillation(group) for group in groups]
         if self.mark is None:
             return groups
         marked = self.mark([masked_group(group) for group in groups])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
+from skyrl_async.algorithms.distillation import Distillation
 from skyrl_async.algorithms.history import PromptRewards
 from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
 from skyrl_async.algorithms.losses import make_policy_loss
@@ -16,6 +17,7 @@ from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
+    DistillationConfig,
     KlControl,
     OffPolicyCorrectionConfig,
     SequenceMaskMetric,
@@ -62,6 +64,7 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
             penalty=penalty,
             history=PromptRewards(decay=algorithm.running_mean.decay) if estimator.needs_baseline else None,
             normalises=algorithm.advantage_batch_normalize,
+            distillation=_distillation(algorithm.distillation),
             mark=mark,
         ),
     )
@@ -76,6 +79,10 @@ def _estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
         credit_weight=algorithm.turn_credit.weight,
     )
     return make_advantage_estimator(algorithm.advantage_estimator, constants)
+
+
+def _distillation(config: DistillationConfig) -> Distillation | None:
+    return Distillation(coef=config.coef, is_alone=not config.use_rewards) if config.teachers else None
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:

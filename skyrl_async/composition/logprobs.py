@@ -135,15 +135,17 @@ def stage_works(
     policy: Policy,
     parts: LogprobParts,
     device_groups: Mapping[str, DeviceGroup],
+    teacher: Prepare | None = None,
     critic: Critic | None = None,
 ) -> dict[str, Prepare]:
-    """Return the work of the stages ``ref_logp``, ``logp`` and ``values`` on a finished group, as far as the run needs them.
+    """Return the work of the stages between the reward and training on a finished group, as far as the run needs them.
 
     Args:
         config: checked.
         policy: computes where there are no separate workers; leases its devices itself.
         parts: the separate workers.
         device_groups: stage -> devices that it shares.
+        teacher: the work of ``teacher_logp``; None: there is no teacher.
         critic: computes values; None: nothing asks for them.
     """
 
@@ -160,6 +162,8 @@ def stage_works(
         works["ref_logp"] = work_of(LogprobModel.REF, "ref", parts.ref, "ref_logprobs")
     if needs_old_logprobs(config):
         works["logp"] = work_of(LogprobModel.POLICY, "logp", parts.old, "old_logprobs", "old_version")
+    if teacher is not None:
+        works["teacher_logp"] = teacher
     if critic is not None:
         works["values"] = on_leased_devices(ColumnStageWork(critic.values_of, "values"), "critic", device_groups)
     return works

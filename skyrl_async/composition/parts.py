@@ -19,6 +19,7 @@ from skyrl_async.composition.algorithms import Advantages, check_reward_shaping,
 from skyrl_async.composition.data import Prompts, environment_factory, epoch_plan
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
+from skyrl_async.composition.teachers import Teacher, teacher_work
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
@@ -163,6 +164,8 @@ class Parts:
     publisher: WeightPublisher
     renderer: ChatRenderer | None = None
     """Turns tokens into text; None where they mean nothing."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """By name; empty without distillation."""
     critic: RestartableCritic | None = None
     """Computes values; None: nothing needs them."""
     logprobs: LogprobParts = field(default_factory=LogprobParts)
@@ -229,7 +232,9 @@ def make_trainer(
     policy, groups, trainer = parts.policy, parts.device_groups, config.trainer
     leasing = leasing_policy(policy, groups)
     advantages = advantages or make_advantages(trainer.algorithm)
-    works = stage_works(config, leasing, parts.logprobs, groups, parts.critic) if works is None else works
+    if works is None:
+        teacher = teacher_work(config, parts.teachers, parts.prompts.train, groups) if parts.teachers else None
+        works = stage_works(config, leasing, parts.logprobs, groups, teacher, parts.critic)
     plan = epoch_plan(config, parts.prompts)
     evaluator = Evaluator(config, parts.generator, parts.prompts.held_out, callbacks.record, parts.client.deadlines)
     run = make_run(

@@ -24,7 +24,7 @@ from skyrl_async.composition.logprobs import (
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.composition.time_sharing import lease_of
-from skyrl_async.config.rules.algorithm import whole_vocabulary_settings
+from skyrl_async.config.rules.algorithm import local_teachers, whole_vocabulary_settings
 from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import devices_are_shared, stage_sizes
 from skyrl_async.config.schema.engine import EngineBackend
@@ -40,6 +40,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.heartbeat import Heartbeat
 from skyrl_async.runtime.shutdown import ShutdownRequest
+from skyrl_async.runtime.tasks import run_together
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
 from skyrl_async.training.workers.recovering import RecoveringPolicy, TrainedWorkers
@@ -165,6 +166,27 @@ class Processes:
             old = tasks.create_task(started("logp", None), name="logp workers")
         return LogprobParts(ref=ref.result(), old=old.result())
 
+    async def local_teachers(self) -> dict[str, LogprobWorkers]:
+        """Start the workers of each teacher that is a directory, side by side. They hold its weights until ``stack`` ends."""
+        config, num_each = self.config, self.config.training.num_teacher_workers
+
+        async def started(place: int, name: str, path: str) -> LogprobWorkers:
+            async def start() -> ForwardWorkers:
+                return await self._start_workers(
+                    "teacher",
+                    forward_settings(config, path),
+                    actors=range(place * num_each, (place + 1) * num_each),
+                    worker_name=f"teacher-{name}-worker",
+                )
+
+            workers = LogprobWorkers(start, max_restarts=config.trainer.max_restarts)
+            self.stack.push_async_callback((await workers.started()).close)
+            return workers
+
+        teachers = local_teachers(config)
+        starting = {name: started(place, name, path) for place, (name, path) in enumerate(teachers.items())}
+        return dict(zip(teachers, await run_together(starting), strict=True))
+
     @contextlib.asynccontextmanager
     async def endpoint(
         self, client: InferenceEngineClient, shutdown: ShutdownRequest | None
@@ -259,17 +281,24 @@ class Processes:
         self.stack.push_async_callback((await workers.started()).close)
         return workers
 
-    async def _start_workers(self, stage: str, settings: TrainingSettings, **arguments: Any) -> "PolicyWorkers":
-        """Start the workers of a stage with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``."""
+    async def _start_workers(
+        self, stage: str, settings: TrainingSettings, *, actors: Sequence[int] | None = None, **arguments: Any
+    ) -> "PolicyWorkers":
+        """Start the workers of a stage with the timeouts of ``training.*``; for the ``arguments`` see ``PolicyWorkers.start``.
+
+        ``actors``: which of the stage's actors they are; None: all.
+        """
         from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
         training, resources = self.config.training, worker_resources(self.config, self.reserved, stage)
+        actors = actors or range(stage_sizes(self.config)[stage].num_actors)
+        strategies = resources.strategies
         return await PolicyWorkers.start(
             settings,
-            num_workers=stage_sizes(self.config)[stage].num_actors,
+            num_workers=len(actors),
             num_cpus_per_worker=resources.num_cpus,
             num_gpus_per_worker=resources.num_gpus,
-            scheduling_strategies=resources.strategies,
+            scheduling_strategies=None if strategies is None else [strategies[actor] for actor in actors],
             call_timeout_s=training.step_timeout_s,
             heartbeat=Heartbeat(interval_s=training.heartbeat_interval_s, timeout_s=training.heartbeat_timeout_s),
             **arguments,

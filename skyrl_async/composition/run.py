@@ -30,6 +30,7 @@ from skyrl_async.composition.parts import Parts, check_generator, make_generator
 from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
+from skyrl_async.composition.teachers import check_teachers, served_teachers
 from skyrl_async.composition.time_sharing import device_groups
 from skyrl_async.config.rules.algorithm import needs_critic
 from skyrl_async.config.schema.run import Config
@@ -72,6 +73,7 @@ async def started_parts(
     seed_all(config.trainer.seed)
     plan = _planned(config, checkpoint, say)
     async with stack or ClosingStack() as stack:
+        teachers = await served_teachers(config, plan.initial, stack)
         say("starting Ray")
         await start_ray(config.placement, stack)
         reserved = await reserve_devices(config, stack)
@@ -82,6 +84,7 @@ async def started_parts(
         engines, policy = await processes.engines_and_policy(num_planned_steps(config, plan.prompts))
         groups = device_groups(reserved.plan if reserved else None)
         logprobs = await processes.logprob_workers(groups)
+        teachers |= await processes.local_teachers()
         critic = await processes.critic(num_planned_steps(config, plan.prompts))
         renderer = plan.renderer or load_renderer(plan.initial, config.policy.trust_remote_code)
         client = _client(config, engines, renderer)
@@ -103,6 +106,7 @@ async def started_parts(
             policy=policy,
             renderer=renderer,
             critic=critic,
+            teachers=teachers,
             logprobs=logprobs,
             device_groups=groups,
             publisher=publisher,
@@ -138,6 +142,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
     check_logprobs(config, initial)
+    check_teachers(config, initial, prompts)
     check_shared_memory(config, initial)
     if checkpoint is not None:
         check_checkpoint_is_of(checkpoint, initial)

@@ -15,7 +15,7 @@ from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDev
 from skyrl_async.training.protocol import Policy
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE
 
-_WITH_WORKERS = ("policy", "ref", "logp", "critic")
+_WITH_WORKERS = ("policy", "ref", "logp", "teacher", "critic")
 
 
 def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:

@@ -85,7 +85,7 @@ class StepFigures:
         self.num_masked_tokens += num_masked_tokens
         self.add_pass(group, policy_figures, denominator)
         samples = samples_of(group.trajectories)
-        self._counts["uniform_groups"] += _is_uniform(samples)
+        self._counts["uniform_groups"] += _is_uniform(samples) and not any(column.any() for column in group.advantages)
         self._counts["samples"] += len(samples)
         for sample in samples:
             self._count_sample(sample)

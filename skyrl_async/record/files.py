@@ -40,7 +40,7 @@ _PART_ENCODING: dict[str, Any] = {
 _ENCODING: dict[str, Any] = {
     **_PART_ENCODING,
     "use_byte_stream_split": [
-        f"{name}.list.element" for name in ("logprobs", "old_logprobs", "ref_logprobs", "values")
+        f"{name}.list.element" for name in ("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
     ],
     "compression": "zstd",
 }

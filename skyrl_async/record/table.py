@@ -31,6 +31,7 @@ ROW_COLUMNS: dict[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float32),
     "old_logprobs": np.dtype(np.float32),
     "ref_logprobs": np.dtype(np.float32),
+    "teacher_logprobs": np.dtype(np.float32),
     "values": np.dtype(np.float32),
 }
 """Columns with one value per token, null where they are not kept: name -> dtype. Names and meanings are those of ``Trajectory``."""

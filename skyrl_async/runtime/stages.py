@@ -59,6 +59,7 @@ STAGES = (
     "reward",
     "ref_logp",
     "logp",
+    "teacher_logp",
     "values",
     "train",
     "param_update",

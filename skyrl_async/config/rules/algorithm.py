@@ -4,6 +4,7 @@ They import the functions that the configuration names, and compute nothing.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from skyrl_async.config.schema.algorithm import KlControl, RefLogp, SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema.run import Config
@@ -39,7 +40,9 @@ def estimator_rules(config: Config) -> Iterator[str]:
     algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     reason = f"with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
     entry = ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator)
-    if entry.needs_groups and num_samples < 2:
+    distillation = algorithm.distillation
+    reads_rewards = not distillation.teachers or distillation.use_rewards
+    if entry.needs_groups and num_samples < 2 and reads_rewards:
         yield f"generator.n_samples_per_prompt must be >= 2 {reason}, got {num_samples}: a group of one has no advantage"
     if entry.needs_mini_batch and config.trainer.stream_mini_batch:
         yield (
@@ -113,6 +116,33 @@ def divergence_rules(config: Config) -> Iterator[str]:
             f"({num_groups} * {num_samples} = {of_step}) with kl_ctrl.type=adaptive, got {control.horizon}: it counts "
             "samples, not steps, and one step would move the coefficient by more than a fifth, at five times the horizon below 0"
         )
+
+
+def distillation_rules(config: Config) -> Iterator[str]:
+    """Teachers judge every sampled token at the sampling temperature."""
+    teachers, sampling = config.trainer.algorithm.distillation.teachers, config.generator.sampling
+    key = "trainer.algorithm.distillation.teachers"
+    for name, place in teachers.items():
+        if not place:
+            yield f"{key}.{name} must be a directory or the address of a server, got nothing"
+    if any(map(is_url, teachers.values())) and sampling.temperature != 1:
+        yield (
+            f"generator.sampling.temperature must be 1 with a server among {key}, got {sampling.temperature:g}: servers give prompt "
+            "log-probs at temperature 1; a local directory is asked at any"
+        )
+    if teachers and config.trainer.algorithm.advantage_batch_normalize:
+        yield f"trainer.algorithm.advantage_batch_normalize must be false with {key}, got true: it would change what coef weighs"
+
+
+def local_teachers(config: Config) -> dict[str, str]:
+    """Name -> directory of the teachers with workers of their own."""
+    teachers = config.trainer.algorithm.distillation.teachers
+    return {name: str(Path(place).expanduser()) for name, place in teachers.items() if not is_url(place)}
+
+
+def is_url(teacher: str) -> bool:
+    """Whether a teacher is a server."""
+    return teacher.startswith(("http://", "https://"))
 
 
 def worker_rules(config: Config) -> Iterator[str]:
@@ -192,4 +222,4 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
     return wrong
 
 
-RULES = (estimator_rules, loss_rules, divergence_rules, worker_rules, sampling_rules)
+RULES = (estimator_rules, loss_rules, divergence_rules, distillation_rules, worker_rules, sampling_rules)

@@ -14,7 +14,7 @@ from skyrl_async.config.schema.fields import require
 from skyrl_async.config.schema.run import PlacementConfig
 from skyrl_async.errors import ConfigError, did_you_mean
 
-STAGES = ("policy", "logp", "ref", "critic", "generate")
+STAGES = ("policy", "logp", "ref", "teacher", "critic", "generate")
 _OTHER_NAMES = {
     **dict.fromkeys(("actor", "actor-train", "actor_train", "train"), "policy"),
     **dict.fromkeys(("ref_logp", "reference"), "ref"),

@@ -71,6 +71,12 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
         (_ALGORITHM, of_kl, algorithm.uses_reference, _REFERENCE),
         ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
+        (
+            f"{_ALGORITHM}.distillation",
+            ("teacher_key", "coef", "use_rewards", "api_key", "timeout_s"),
+            bool(algorithm.distillation.teachers),
+            "teachers",
+        ),
         ("trainer.critic", (), needs_critic(config), "advantage_estimator=gae or turn_gae"),
         ("training", ("num_critic_workers",), needs_critic(config), "advantage_estimator=gae or turn_gae"),
         (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),

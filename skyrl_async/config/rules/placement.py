@@ -6,7 +6,7 @@ Knows neither Ray nor what a stage does.
 import os
 from collections.abc import Iterator, Mapping
 
-from skyrl_async.config.rules.algorithm import needs_critic, needs_old_logprobs
+from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
 from skyrl_async.config.schema.engine import EngineBackend
@@ -26,6 +26,10 @@ def stage_sizes(config: Config) -> Mapping[str, StageSize]:
         "policy": StageSize(num_actors=training.num_workers, num_key="training.num_workers"),
         "ref": StageSize(num_actors=training.num_ref_workers, num_key="training.num_ref_workers"),
         "logp": StageSize(num_actors=training.num_logp_workers, num_key="training.num_logp_workers"),
+        "teacher": StageSize(
+            num_actors=training.num_teacher_workers * len(local_teachers(config)),
+            num_key="training.num_teacher_workers",
+        ),
         "critic": StageSize(
             num_actors=training.num_critic_workers if needs_critic(config) else 0, num_key="training.num_critic_workers"
         ),
@@ -162,7 +166,7 @@ def _group_rules(config: Config) -> Iterator[str]:
     share = placement.num_gpus_per_worker
     if share is None or share > 0.5 or training_device(training) is not Device.cuda:
         return
-    for key in ("num_workers", "num_ref_workers", "num_logp_workers", "num_critic_workers"):
+    for key in ("num_workers", "num_ref_workers", "num_logp_workers", "num_critic_workers", "num_teacher_workers"):
         if (num_ranks := getattr(training, key)) > 1:
             yield (
                 f"placement.num_gpus_per_worker must be above 0.5 with training.{key}={num_ranks} on GPUs, got {share:g}: several of "

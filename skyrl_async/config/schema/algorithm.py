@@ -166,6 +166,24 @@ class RunningMeanConfig:
 
 
 @dataclass
+class DistillationConfig:
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Teachers by name, such as {math:DIR,code:http://host:8000/v1}: local Hugging Face directories with the policy's tokens, each on
+    training.num_teacher_workers, and addresses of OpenAI-compatible servers that give prompt log-probs, as vLLM's. Empty: none.
+    """
+    teacher_key: str = "teacher"
+    """Column of the dataset that names each prompt's teacher; one teacher needs none."""
+    coef: float = bounded(1.0, gt=0)
+    """Weight of log teacher - log student in the advantage of each token: the reverse KL divergence, KL(student, teacher)."""
+    use_rewards: bool = False
+    """Add it to the advantages of the rewards; false takes their place."""
+    api_key: str | None = None
+    """Key for the servers."""
+    timeout_s: float = bounded(600.0, gt=0)
+    """How long a server that does not answer is asked again, before the run saves and ends."""
+
+
+@dataclass
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
     """Rewards to advantages. Within the group: grpo (centred, see grpo_norm_by_std), dr_grpo (centred), rloo (less the mean of the others:
@@ -195,6 +213,8 @@ class AlgorithmConfig:
     """Give the advantages of a mini-batch's tokens mean 0 and standard deviation 1, as SkyRL's and verl's gae always do. Every group of the
     step has to be there first: it turns trainer.stream_mini_batch off.
     """
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """On-policy distillation: teachers judge every token of the policy's own answers."""
     turn_discount: float = bounded(1.0, ge=0, le=1)
     """What a reward counts for the turn before its own, of turn_rloo and gigpo. Below 1 their advantages follow another gradient than the
     reward's.

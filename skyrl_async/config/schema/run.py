@@ -75,8 +75,8 @@ class PlacementConfig:
     """local starts a Ray of the run's own; auto or host:port joins one."""
     groups: list[list[str]] | None = None
     """Stages that share devices, such as [[policy,logp],[ref],[generate]]: policy (training, and what a publish gathers), logp (recomputed
-    log-probs), ref (reference log-probs), critic (values, and their training), generate (engines). The stages of a group share its devices
-    in time. Null: each actor reserves what num_*_per_engine and num_*_per_worker say.
+    log-probs), ref (reference log-probs), teacher (theirs), critic (values, and their training), generate (engines). The stages of a group
+    share its devices in time. Null: each actor reserves what num_*_per_engine and num_*_per_worker say.
     """
     ratios: list[float] | None = None
     """Each group's part of the cluster's devices (GPUs; CPU slots where nothing runs on GPUs), summing to 1; rounded to whole devices."""

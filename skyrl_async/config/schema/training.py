@@ -42,6 +42,8 @@ class TrainingConfig:
     """Ranks that recompute log-probs under the newest published weights, for decoupled_ppo; 0: the policy workers do, under the weights
     they hold.
     """
+    num_teacher_workers: int = bounded(1, ge=1)
+    """Ranks of each local teacher of trainer.algorithm.distillation."""
     num_critic_workers: int = bounded(1, ge=1)
     """Ranks of the critic of advantage_estimator=gae and turn_gae; other estimators have none."""
     device: Device = Device.auto

@@ -32,7 +32,7 @@ ComputeColumns = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
 
 @dataclass(frozen=True, slots=True)
 class ColumnStageWork:
-    """The work of the stages ``ref_logp``, ``logp`` and ``values``: fills in the column that a finished group's rows lack.
+    """The work of the stages ``ref_logp``, ``logp``, ``teacher_logp`` and ``values``: fills in a column that a finished group's rows lack.
 
     Some rows of a group from a checkpoint have it already.
     """

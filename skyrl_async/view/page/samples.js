@@ -254,6 +254,7 @@ const MODES = {
   gap: { title: "log-prob gap, trainer − engine", of: (t) => t.gap, color: (v) => diverging(v, 0.5), ends: ["−0.5 nats", "+0.5"], at: [-0.5, -0.1, 0.1, 0.5] },
   ratio: { title: "importance ratio", of: (t) => t.ratio, color: (v) => (v === null ? "" : diverging(Math.log(v), 0.5)), ends: ["0.6", "1.6"], at: [0.6, 0.9, 1.1, 1.6] },
   advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), ends: ["+1.5", "−1.5"], at: [1.5, 0.5, -0.5, -1.5] },
+  teacher: { title: "teacher − engine, log-prob", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v === null ? null : -v, 2), ends: ["+2 nats", "−2"], at: [1, 0.1, -0.1, -1, -2] },
   value: { title: "critic's value", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, Math.min(1, Math.abs(v)))), ends: ["0", "±1 or more"], at: [0.1, 0.5, 1] },
   none: { title: "nothing", of: () => null, color: () => "" },
 };
@@ -272,6 +273,7 @@ function tokensOf(whole) {
       id, piece: whole.pieces ? whole.pieces[i] : "", version: at >= 0 ? versions[at] : null, isTrained, logprob, trainer, gap,
       ratio: gap === null ? null : Math.exp(gap), advantage: !isTrained ? null : whole.advantages ? whole.advantages[at] : whole.advantage,
       reference: isTrained && whole.ref_logprobs ? whole.ref_logprobs[at] : null, value: isTrained && whole.values ? whole.values[at] : null,
+      teacher: isTrained && whole.teacher_logprobs ? whole.teacher_logprobs[at] : null,
     };
   });
 }
@@ -335,6 +337,7 @@ function numbersOf(token) {
   lines.push(`version ${token.version}${token.isTrained ? "" : ", not trained"}`, `behavior log-prob ${number(token.logprob)} (p ${number(Math.exp(token.logprob), 3)})`);
   if (token.trainer !== null) lines.push(`trainer's log-prob ${number(token.trainer)}`, `gap ${number(token.gap, 3)}, ratio ${number(token.ratio, 4)}`);
   if (token.reference !== null) lines.push(`reference log-prob ${number(token.reference)}`);
+  if (token.teacher !== null) lines.push(`teacher's log-prob ${number(token.teacher)}`);
   if (token.value !== null) lines.push(`critic's value ${number(token.value)}`);
   if (token.advantage !== null) lines.push(`advantage ${number(token.advantage)}`);
   return lines.join("\n");

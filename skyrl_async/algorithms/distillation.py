@@ -1,0 +1,44 @@
+"""On-policy distillation: the teacher's log-probs of the student's own tokens in, an advantage per token out."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_async.columns import Advantages
+from skyrl_async.errors import TrainingError
+from skyrl_async.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Adds ``coef (log teacher - log student)`` to the advantage of each sampled token.
+
+    The mean of that times the token's score, given what is before the token, is ``-coef`` times the gradient of ``KL(student, teacher)`` at
+    that place: the *reverse* divergence, which makes the student sure of what the teacher would say. What a token leads to later is not
+    part of it ("On-policy distillation", Thinking Machines, 2025; GKD, arXiv 2306.13649, with student samples alone). It goes through the
+    policy loss, with its importance weights and bounds, so that stale tokens are corrected like any other.
+
+    ``log student`` are the log-probs that were recomputed when the group was finished, if there are any, and the engine's otherwise.
+    """
+
+    coef: float = 1.0
+    """> 0."""
+    is_alone: bool = True
+    """In place of the rewards' advantages; False: added to them."""
+
+    def __call__(self, group: Group) -> Group:
+        """Return the group with the teacher's share in its advantages. Raises ``TrainingError`` without ``teacher_logprobs``."""
+        rows = zip(group.trajectories, group.advantages, strict=True)
+        return replace(group, advantages=tuple(self._of_row(*pair) for pair in rows))
+
+    def _of_row(self, row: Trajectory, advantages: Advantages) -> Advantages:
+        if not row.num_sampled_tokens:
+            return advantages
+        if row.teacher_logprobs is None:
+            raise TrainingError(
+                "trainer.algorithm.distillation needs trajectories with teacher_logprobs; some have none"
+            )
+        student = row.logprobs if row.old_logprobs is None else row.old_logprobs
+        share = np.where(row.loss_mask, np.float32(self.coef) * (row.teacher_logprobs - student), np.float32(0))
+        found: Advantages = share if self.is_alone else advantages + share
+        return found.astype(np.float32)

@@ -1,0 +1,130 @@
+"""Log-probs of rows from a model behind an OpenAI-compatible server that scores prompts, such as vLLM's. It is another run's or nobody's.
+
+stage ──rows──> POST /completions {prompt: token ids, prompt_logprobs: 0} ──> log-prob of each token given those before it
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from skyrl_async.columns import Logprobs
+from skyrl_async.errors import ConfigError, InferenceError
+from skyrl_async.runtime.outages import Backoff
+from skyrl_async.runtime.tasks import task_group
+from skyrl_async.types import RowLogprobs, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_PAUSES = Backoff(base_s=0.5, max_s=10.0)
+_MAX_REQUESTS = 32
+"""At once: a server batches them."""
+_REQUEST_TIMEOUT_S = 300.0
+_UNDECODABLE = "\ufffd"
+"""In the text of a token that is a part of a character."""
+
+
+class ServedTeacher:
+    """One server. ``close`` last.
+
+    Args:
+        name: of the teacher, for messages.
+        url: its address, with ``/v1``.
+        api_key: sent with each request; None sends none.
+        timeout_s: how long requests that fail are sent again.
+    """
+
+    def __init__(self, name: str, url: str, *, api_key: str | None, timeout_s: float) -> None:
+        self._label = f"teacher {name} at {url}"
+        self._timeout_s = timeout_s
+        self._requests = asyncio.Semaphore(_MAX_REQUESTS)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=_REQUEST_TIMEOUT_S)
+        self._model: str | None = None
+
+    async def check(self, probe: Sequence[int], texts: Sequence[str]) -> None:
+        """Score a few tokens, before a run needs it.
+
+        Args:
+            probe: token ids, at least two.
+            texts: what each is in the policy's vocabulary.
+
+        Raises:
+            ConfigError: nobody answers, it gives no prompt log-probs, or its tokens are others.
+        """
+        try:
+            found = await self._scored(probe)
+        except (httpx.HTTPError, InferenceError) as error:
+            raise ConfigError(
+                f"{self._label} must be an OpenAI-compatible server that gives prompt log-probs: {error!r}"
+            ) from error
+        for token, text, entry in zip(probe[1:], texts[1:], found[1:], strict=True):
+            said = entry.get(str(token), {}).get("decoded_token")
+            if said is not None and _UNDECODABLE not in text and said != text:
+                raise ConfigError(
+                    f"{self._label} must have the policy's tokens: {token} is {said!r} there and {text!r} here"
+                )
+
+    async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
+        """Log-probs of the trajectories' sampled tokens at temperature 1; waits while the server is gone.
+
+        Raises ``InferenceError`` once it has been for ``timeout_s``, or for an answer that is no score.
+        """
+        async with task_group() as tasks:
+            asked = [tasks.create_task(self._of_row(row), name="teacher") for row in trajectories]
+        return RowLogprobs(values=tuple(task.result() for task in asked), version=0)
+
+    async def _of_row(self, row: Trajectory) -> Logprobs:
+        column: Logprobs = np.zeros(len(row.response_token_ids), np.float32)
+        if not row.num_sampled_tokens:
+            return column
+        token_ids = [*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()]
+        found = await self._until_scored(token_ids)
+        first = len(row.prompt_token_ids)
+        for place in np.flatnonzero(row.loss_mask).tolist():
+            column[place] = found[first + place][str(token_ids[first + place])]["logprob"]
+        return column
+
+    async def _until_scored(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        clock = asyncio.get_running_loop().time
+        deadline, num_failures = clock() + self._timeout_s, 0
+        while True:
+            try:
+                async with self._requests:
+                    return await self._scored(token_ids)
+            except httpx.HTTPError as error:
+                if clock() >= deadline:
+                    raise InferenceError(
+                        f"{self._label} has not answered for {self._timeout_s:g} s "
+                        f"(trainer.algorithm.distillation.timeout_s): {error!r}"
+                    ) from error
+                if not num_failures:
+                    logger.warning("%s does not answer, and is asked again: %r", self._label, error)
+            await asyncio.sleep(_PAUSES.seconds(num_failures, seed=len(token_ids)))
+            num_failures += 1
+
+    async def _scored(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Per token, token id -> its score; empty for the first, which nothing predicts.
+
+        Raises ``httpx.HTTPError`` where the server may answer later, and ``InferenceError``.
+        """
+        if self._model is None:
+            models = await self._http.get("/models")
+            models.raise_for_status()
+            self._model = str(models.json()["data"][0]["id"])
+        body = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0}
+        answer = await self._http.post("/completions", json=body)
+        if answer.is_client_error and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            raise InferenceError(f"{self._label} refuses {len(token_ids)} tokens: {answer.text[:500]}")
+        answer.raise_for_status()
+        scores = answer.json()["choices"][0].get("prompt_logprobs")
+        if not isinstance(scores, list) or len(scores) != len(token_ids):
+            raise InferenceError(f"{self._label} gives no prompt log-probs, as vLLM's prompt_logprobs=0 does")
+        return [entry or {} for entry in scores]
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()

@@ -1,0 +1,77 @@
+"""On-policy distillation against a policy that can be enumerated."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_async.algorithms.advantages import make_advantage_estimator
+from skyrl_async.algorithms.distillation import Distillation
+from skyrl_async.algorithms.step_advantages import StepAdvantages
+from skyrl_async.errors import TrainingError
+from skyrl_async.types import Group, Trajectory
+from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, probability, token_logprobs
+
+STUDENT, TEACHER = logits_of(seed=1), logits_of(seed=2)
+
+
+def row(outcome: tuple[int, int], **changes: object) -> Trajectory:
+    return replace(
+        Trajectory(
+            prompt_token_ids=(9,),
+            response_token_ids=outcome,
+            loss_mask=(1, 1),
+            logprobs=token_logprobs(STUDENT, outcome).numpy().astype(np.float32),
+            teacher_logprobs=token_logprobs(TEACHER, outcome).numpy().astype(np.float32),
+            versions=(0, 0),
+            reward=REWARDS[outcome],
+        ),
+        **changes,
+    )
+
+
+def group(*rows: Trajectory) -> Group:
+    return Group(uid="a", admission_index=0, scheduled_version=0, trajectories=rows)
+
+
+def advantages(distillation: Distillation, *rows: Trajectory) -> list[list[float]]:
+    step = StepAdvantages(make_advantage_estimator("rloo"), distillation=distillation)
+    (found,) = step([group(*rows)])
+    return [column.tolist() for column in found.advantages]
+
+
+def test_the_mean_is_the_gradient_of_the_divergence_from_the_teacher_at_each_place() -> None:
+    total = torch.zeros_like(STUDENT)
+    for outcome in OUTCOMES:
+        (found,) = advantages(Distillation(coef=0.5), row(outcome))
+        leaf = STUDENT.clone().requires_grad_()
+        surrogate = (torch.tensor(found, dtype=torch.float64) * token_logprobs(leaf, outcome)).sum()
+        total += probability(STUDENT, outcome) * torch.autograd.grad(surrogate, leaf)[0]
+    leaf = STUDENT.clone().requires_grad_()
+    logs, of_teacher = leaf.log_softmax(-1), TEACHER.log_softmax(-1)
+    divergences = (logs.exp() * (logs - of_teacher)).sum(-1)  # at the first place, and after each first token
+    weights = torch.cat([torch.ones(1, dtype=torch.float64), STUDENT[0].softmax(-1)])
+    (gradient,) = torch.autograd.grad((weights * divergences).sum(), leaf)
+    torch.testing.assert_close(total, -0.5 * gradient, atol=1e-6, rtol=0)
+
+
+def test_it_takes_the_place_of_the_rewards_or_is_added_to_them() -> None:
+    pair = (row((0, 1)), row((2, 0)))
+    alone = advantages(Distillation(coef=2.0), *pair)
+    for found, one in zip(alone, pair, strict=True):
+        assert found == pytest.approx((2 * (one.teacher_logprobs - one.logprobs)).tolist(), abs=1e-6)
+    added = advantages(Distillation(coef=2.0, is_alone=False), *pair)
+    difference = REWARDS[0, 1] - REWARDS[2, 0]
+    for found, of_teacher, level in zip(added, alone, (difference, -difference), strict=True):
+        assert found == pytest.approx([value + level for value in of_teacher], abs=1e-6)
+
+
+def test_the_student_is_as_it_was_recomputed_and_only_trained_tokens_are_judged() -> None:
+    one = row((1, 2), old_logprobs=(-0.5, -0.25), old_version=3, loss_mask=(0, 1))
+    (found,) = advantages(Distillation(), one)
+    assert found == pytest.approx([0.0, float(one.teacher_logprobs[1]) + 0.25])
+    masked = row((1, 2), loss_mask=(0, 0), is_overlong=True, teacher_logprobs=None)
+    assert advantages(Distillation(), masked) == [[0.0, 0.0]]
+    with pytest.raises(TrainingError, match="needs trajectories with teacher_logprobs; some have none"):
+        advantages(Distillation(), row((1, 2), teacher_logprobs=None))

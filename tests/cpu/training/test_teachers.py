@@ -1,0 +1,136 @@
+"""Teachers behind a server: real HTTP, with a model's own log-probs as the scores; and what is refused before a run."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.teachers import check_teachers
+from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.errors import ConfigError, InferenceError, PolicyError
+from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
+from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.training.workers.served_teacher import ServedTeacher
+from skyrl_async.types import LogprobModel, Prompt
+from tests.cpu.quick_config import config_of
+from tests.cpu.tiny_policies import trajectories, write_policy
+
+TEACHERS = "trainer.algorithm.distillation.teachers"
+
+
+@dataclass
+class Server:
+    """Scores prompts as vLLM does."""
+
+    policy: InProcessPolicy
+    num_failures: int = 0
+    """So many requests are answered by 503 first."""
+    asked: list[list[int]] = field(default_factory=list)
+
+    async def models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "teacher"}]})
+
+    async def completions(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
+        if self.num_failures:
+            self.num_failures -= 1
+            return JSONResponse({"error": "busy"}, 503)
+        prompt = body["prompt"]
+        self.asked.append(prompt)
+        if len(prompt) > 50:
+            return JSONResponse({"error": "longer than the model's context"}, 400)
+        scores = await self.policy.logprobs(prompt)
+        entries = [
+            {str(token): {"logprob": score, "decoded_token": f"<{token}>"}}
+            for token, score in zip(prompt[1:], scores, strict=True)
+        ]
+        return JSONResponse({"choices": [{"prompt_logprobs": [None, *entries]}]})
+
+    @asynccontextmanager
+    async def teacher(self, timeout_s: float = 30.0) -> AsyncIterator[ServedTeacher]:
+        app = Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+            ]
+        )
+        async with start_server(app) as (host, port):
+            teacher = ServedTeacher("math", f"http://{host}:{port}/v1", api_key="sk", timeout_s=timeout_s)
+            try:
+                yield teacher
+            finally:
+                await teacher.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    policy = InProcessPolicy(TrainingSettings(policy_path=str(write_policy(tmp_path / "policy"))))
+    return Server(policy)
+
+
+async def test_a_served_teacher_gives_the_log_probs_of_the_model_behind_it_and_is_asked_again(server: Server) -> None:
+    rows = trajectories(4, seed=1)
+    expected = (await server.policy.logprobs_of(rows, LogprobModel.POLICY)).values
+    server.num_failures = 3
+    async with server.teacher() as teacher:
+        found = await teacher.logprobs_of(rows)
+    for one, other in zip(found.values, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    await server.policy.close()
+
+
+async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(server: Server) -> None:
+    async with server.teacher(timeout_s=0.0) as teacher:
+        server.num_failures = 100
+        with pytest.raises(InferenceError, match="teacher math at http.* has not answered for 0 s"):
+            await teacher.logprobs_of(trajectories(1, seed=1))
+        server.num_failures = 0
+        with pytest.raises(InferenceError, match="refuses 60 tokens: .*longer than the model's context"):
+            await teacher._until_scored([1] * 60)
+        await teacher.check([3, 4], ["<3>", "<4>"])
+        with pytest.raises(ConfigError, match="must have the policy's tokens: 4 is '<4>' there and 'x' here"):
+            await teacher.check([3, 4], ["<3>", "x"])
+    with pytest.raises(
+        ConfigError, match="must be an OpenAI-compatible server that gives prompt log-probs: ConnectError"
+    ):
+        await ServedTeacher("math", "http://127.0.0.1:9/v1", api_key=None, timeout_s=1.0).check([3, 4], ["<3>", "<4>"])
+    await server.policy.close()
+
+
+def prompts(*extras: dict[str, str]) -> Prompts:
+    train = tuple(Prompt(uid=f"p{i}", messages=(), env_class="letters", extras=one) for i, one in enumerate(extras))
+    return Prompts(train=train, held_out=())
+
+
+def test_each_prompt_names_its_teacher_and_a_directory_has_the_policys_tokens(tmp_path: Path) -> None:
+    sizes = PolicySizes(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
+    policy, same, other = (
+        build_tiny_policy(tmp_path / name, sizes, train_tokenizer([text] * 2), seed=0) or tmp_path / name
+        for name, text in (("policy", "Say something."), ("same", "Say something."), ("other", "Cheese, please."))
+    )
+    check_teachers(config_of(f"{TEACHERS}={{t: {same}}}"), policy, prompts({}, {"teacher": "t"}))
+    two = config_of(f"{TEACHERS}={{t: {same}, u: {same}}}", "trainer.algorithm.distillation.teacher_key=judge")
+    check_teachers(two, policy, prompts({"judge": "u"}, {"judge": "t"}))
+    with pytest.raises(ConfigError, match=r"prompt p1 must name one of t, u in its column 'judge' \(.*\), got None"):
+        check_teachers(two, policy, prompts({"judge": "u"}, {}))
+    with pytest.raises(
+        PolicyError, match=r"teachers.t=.*other must have the policy's tokens: \d+ is '.*' there and '.*' here"
+    ):
+        check_teachers(config_of(f"{TEACHERS}={{t: {other}}}"), policy, prompts({}))
+
+
+def test_a_server_scores_at_temperature_1_only() -> None:
+    with pytest.raises(ConfigError, match="sampling.temperature must be 1 with a server among .*, got 0.7"):
+        config_of(f"{TEACHERS}={{t: 'http://host/v1'}}", "generator.sampling.temperature=0.7")
+    config_of(f"{TEACHERS}={{t: /somewhere}}", "generator.sampling.temperature=0.7", "generator.n_samples_per_prompt=1")
