@@ -59,6 +59,8 @@ class StepFigures:
     """Sum of the groups' denominators (``algorithms.aggregation``) over all passes."""
     step_denominator: float = 0.0
     """The same since the last optimizer step."""
+    _num_taken: int = field(default=0, init=False)
+    """Optimizer steps taken."""
     num_passed_tokens: int = field(default=0, init=False)
     """Trained tokens over all passes."""
     num_tokens: int = field(default=0, init=False)
@@ -105,6 +107,7 @@ class StepFigures:
     def end_optimizer_step(self) -> None:
         """What is added from here on is of the next one."""
         self.step_sums, self.step_denominator = {}, 0.0
+        self._num_taken += 1
 
     def _count_sample(self, sample: Sample) -> None:
         counts, num_tokens = self._counts, sample.num_sampled_tokens
@@ -159,6 +162,11 @@ class StepFigures:
         return self.trained_version + self.num_steps
 
     @property
+    def current_version(self) -> int:
+        """Policy version that is trained now."""
+        return self.trained_version + self._num_taken
+
+    @property
     def last_version(self) -> int:
         """Policy version at the last optimizer step of the batch."""
         return self.version - 1
@@ -189,9 +197,9 @@ class StepFigures:
 
     @property
     def token_lags(self) -> Counter[int]:
-        """Policy versions between sampling and training -> trained tokens."""
+        """Policy versions between sampling and the last optimizer step -> trained tokens."""
         of_version = self._tokens_of_version
-        return Counter({self.trained_version - version: num for version, num in of_version.items() if num})
+        return Counter({self.last_version - version: num for version, num in of_version.items() if num})
 
     def values(self) -> dict[str, float]:
         """Return all figures of the step by metric name."""

@@ -44,7 +44,7 @@ class CriticTraining:
         ]
         self._num_tokens += sum(row.num_sampled_tokens for row in rows)
         async with self.lease():
-            sums = await self.critic.forward_backward(rows, group.returns, figures.trained_version)
+            sums = await self.critic.forward_backward(rows, group.returns, figures.current_version)
         sums.pop(WAIT_SECONDS, None)
         self._sums = merge_figures([self._sums, sums])
 

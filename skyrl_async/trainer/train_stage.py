@@ -268,14 +268,14 @@ class TrainStage:
         async with self._beside_critic(figures, lambda critic, figures: critic.add_gradients(masked, figures)):
             with timed, piece:
                 sums = await self._policy.forward_backward(
-                    reduced.trajectories, masked.advantages, figures.trained_version
+                    reduced.trajectories, masked.advantages, figures.current_version
                 )
                 _set_wait_apart(figures, "forward_backward", sums)
         logprobs = sums.pop(LOGPROBS, None)
         if is_again:
             figures.add_pass(masked, sums, reduced.denominator)
             return
-        masked = _with_logprobs(masked, logprobs, figures.trained_version)
+        masked = _with_logprobs(masked, logprobs, figures.current_version)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
 
