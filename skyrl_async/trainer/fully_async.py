@@ -228,8 +228,8 @@ class FullyAsyncTrainer:
         preparing.cancel()
 
     async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
-        """Remember a failure at once. Raise it after the optimizer step in progress, unless training itself failed: a step that is cut
-        off leaves nothing to save.
+        """Remember a failure at once. Raise it after the optimizer steps of the batch in progress, unless training itself failed: a batch
+        that is cut off leaves nothing to save.
         """
         try:
             await running

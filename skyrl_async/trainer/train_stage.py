@@ -9,7 +9,7 @@ Knows neither how groups are generated nor how weights reach the engines.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from skyrl_async.algorithms.aggregation import Aggregation
@@ -75,7 +75,7 @@ class TrainStage:
         )
         """Training throughput during validation, relative to the throughput without."""
         self.is_torn = False
-        """Whether an optimizer step was cut off: the policy holds no version then."""
+        """Whether the steps of a batch have begun and not ended: the policy holds no version then."""
 
     async def run(self, steps: Channel[TrainedStep]) -> None:
         """Consumes prepared groups; produces trained steps with copied weights; waits for groups and for the gate; unblocked by both."""
@@ -131,23 +131,23 @@ class TrainStage:
     async def _train_step(self, lane: Lane, figures: StepFigures) -> TrainedStep | None:
         """Take the optimizer steps of the next batch, most often one; None when no group is left, or on a shutdown."""
         version, batch = figures.version, list[Group]()
-        try:
-            async for group in self._groups(figures):
-                if self._is_mini_batch(batch):
-                    await self._step_within_batch(lane, figures)
-                batch.append(group)
-                await self._train_group(lane, group, figures)
-            if figures.groups:
-                await self._wait_for_publish(lane, figures)
-                await self._train_again(lane, batch, figures)
-        except ShutdownRequested:
-            logger.warning("step %d is left: %d of its groups had arrived", version, len(self._run.groups_in_step))
-            return None
-        if not figures.groups:
-            return None
-        await self._lease_devices(figures)
-        lane.process(f"step {version}", is_counted=False)
-        async with self._run.gate.stepping():
+        async with AsyncExitStack() as stepping:
+            try:
+                async for group in self._groups(figures):
+                    if self._is_mini_batch(batch):
+                        await self._step_within_batch(lane, figures, stepping)
+                    batch.append(group)
+                    await self._train_group(lane, group, figures)
+                await self._train_again(lane, batch, figures, stepping)
+                if figures.groups:
+                    await self._begin_to_step(lane, figures, stepping)
+            except ShutdownRequested:
+                num_groups = len(self._run.groups_in_step)
+                logger.warning("step %d is left: %d of its groups had arrived", version, num_groups)
+                return None
+            if not figures.groups:
+                return None
+            lane.process(f"step {version}", is_counted=False)
             policy_values = await self._step(figures)
             trained = TrainedStep(version=version, figures=figures, policy_values=policy_values)
             try:
@@ -161,12 +161,14 @@ class TrainStage:
         """Whether these groups of a batch end with a whole mini-batch."""
         return bool(groups) and len(groups) % self._config.policy_mini_batch_size == 0
 
-    async def _train_again(self, lane: Lane, batch: Sequence[Group], figures: StepFigures) -> None:
+    async def _train_again(
+        self, lane: Lane, batch: Sequence[Group], figures: StepFigures, stepping: AsyncExitStack
+    ) -> None:
         """The passes over a batch after its first one, without the last optimizer step."""
         for _ in range(1, self._config.update_epochs_per_batch):
             for index, group in enumerate(batch):
                 if index % self._config.policy_mini_batch_size == 0:
-                    await self._step_within_batch(lane, figures)
+                    await self._step_within_batch(lane, figures, stepping)
                 await self._train_group(lane, group, figures, is_again=True)
 
     async def _train_group(self, lane: Lane, group: Group, figures: StepFigures, *, is_again: bool = False) -> None:
@@ -174,12 +176,20 @@ class TrainStage:
         with lane.processing(group.uid):
             await self._add_gradients(group, figures, is_again=is_again)
 
-    async def _step_within_batch(self, lane: Lane, figures: StepFigures) -> None:
+    async def _step_within_batch(self, lane: Lane, figures: StepFigures, stepping: AsyncExitStack) -> None:
         """Take an optimizer step that others of its batch follow. All groups of the batch are there: a shutdown lets it end."""
-        await self._wait_for_publish(lane, figures)
-        await self._lease_devices(figures)
-        async with self._run.gate.stepping():
-            await self._optimizer_step(figures)
+        await self._begin_to_step(lane, figures, stepping)
+        await self._optimizer_step(figures)
+
+    async def _begin_to_step(self, lane: Lane, figures: StepFigures, stepping: AsyncExitStack) -> None:
+        """Before a batch's first optimizer step: wait until the weights may change. From here on the batch ends, whatever fails elsewhere.
+
+        Raises ``ShutdownRequested`` where a shutdown has cut the last publish short.
+        """
+        if not self.is_torn:
+            await self._wait_for_publish(lane, figures)
+            await self._lease_devices(figures)
+            await stepping.enter_async_context(self._run.gate.stepping())
 
     async def _groups(self, figures: StepFigures) -> AsyncIterator[Group]:
         """Yield the groups of the step, each as soon as it may be trained (all at once without streaming). Raises ``ShutdownRequested``."""
@@ -314,7 +324,7 @@ class TrainStage:
                 await self._run.staleness.notify_trainer_waiting(True)
                 await self._run.gate.until_may_step()
                 await self._run.staleness.notify_trainer_waiting(False)
-        if self._run.shutdown.is_requested and self._weight_update.is_cut and not self.is_torn:
+        if self._run.shutdown.is_requested and self._weight_update.is_cut:
             raise ShutdownRequested
 
 

@@ -91,6 +91,28 @@ def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
     assert logged == steps_of_groups == list(range(1, step + 1)), "each step of the checkpoint has its line, once"
 
 
+IN_BATCHES = replace(
+    BUSY_TRAINER,
+    train_batch_size=8,
+    update_epochs_per_batch=2,
+    max_staleness_steps=7,
+    tokens_per_second=8.0,
+    seconds_per_token=1 / 200,
+    step_seconds=0.5,
+)
+"""Four optimizer steps per batch, nearly always between two of them: from 9.6 s to 16.3 s, and again from 18.9 s to 25.6 s."""
+
+
+@pytest.mark.parametrize(("at", "step"), [(10.0, 4), (20.0, 8)])
+def test_a_failure_between_the_optimizer_steps_of_a_batch_lets_the_batch_end_and_saves_it(
+    tmp_path: Path, at: float, step: int
+) -> None:
+    simulation, steps_of_groups = ended_by_a_failure(tmp_path, at=at, has_engine=False, settings=IN_BATCHES)
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None and read_state(path).step == step == simulation.trainer.trained_version
+    assert steps_of_groups == list(range(4, step + 1, 4))
+
+
 class EndsSlowly(BreaksAt):
     """Rollouts that are cancelled take their time, as agents do that are processes."""
 
