@@ -67,7 +67,7 @@ class BoundCost:
         covered = _COVERED_SHARE * self.seconds
         return next((int(bound) for bound, seconds in zip(bounds, waited, strict=True) if seconds >= covered), None)
 
-    def sentence(self, max_staleness_steps: int, training_seconds: float) -> str:
+    def sentence(self, max_staleness_steps: int, training_seconds: float, steps_per_batch: int = 1) -> str:
         """Return the cost of the bound as a sentence."""
         bound = self.cheaper_bound()
         if bound is None:
@@ -76,19 +76,20 @@ class BoundCost:
         named = ", ".join(f"{uid} ({seconds:.1f} s)" for uid, seconds in self.costliest())
         return (
             f"trainer.max_staleness_steps={max_staleness_steps} cost {self.seconds:.1f} s of waiting ({share:.0%} of training), "
-            f"most for {named}; at {max(bound, max_staleness_steps + 1)} about 90 % of it would not have been waited"
+            f"most for {named}; at {max(bound, max_staleness_steps + steps_per_batch)} about 90 % of it would not have been waited"
         )
 
 
-def needed_bound(staleness: int, held_seconds: float, free_step_seconds: float) -> int:
+def needed_bound(staleness: int, held_seconds: float, free_step_seconds: float, num_steps: int = 1) -> int:
     """Return the bound at which a group would not have been late (formula: module docstring).
 
     Args:
         staleness: the staleness at which it was trained.
         held_seconds: seconds that the trainer was held back in the step until the group came.
-        free_step_seconds: mean duration of a step without such waiting.
+        free_step_seconds: mean duration of a step without such waiting, or of a batch.
+        num_steps: optimizer steps in that time.
     """
-    return staleness + math.ceil(held_seconds / max(free_step_seconds, 1e-9))
+    return staleness + num_steps * math.ceil(held_seconds / max(free_step_seconds, 1e-9))
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class RunTotals:
     """Sums and extremes over all steps of a run."""
 
     steps: int = 0
+    """Batches, most often of one optimizer step."""
     trained_groups: int = 0
     trained_tokens: int = 0
     trained_trajectories: int = 0
@@ -126,6 +128,8 @@ class RunTotals:
     staleness_wait_seconds: float = 0.0
     max_staleness_steps: int = 0
     """The bound at the last step."""
+    steps_per_batch: int = 1
+    """Optimizer steps of the last batch: the bound is raised by so many."""
     bound_cost: BoundCost = field(default_factory=BoundCost)
     masked_tokens: int = 0
     all_masked_steps: int = 0
@@ -163,11 +167,11 @@ class RunTotals:
         del self.pauses[:-_MAX_PAUSES]
         self.masked_tokens += figures.num_masked_tokens
         self.all_masked_steps += figures.is_all_masked or figures.trains_nothing
-        self.max_staleness_steps = figures.max_staleness_steps
+        self.max_staleness_steps, self.steps_per_batch = figures.max_staleness_steps, figures.num_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
         for wait, held_seconds in zip(figures.waits, accumulate(w.seconds for w in figures.waits), strict=True):
-            needed = needed_bound(wait.staleness, held_seconds, free_step_seconds) - figures.window_steps
-            self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed)
+            needed = needed_bound(wait.staleness, held_seconds, free_step_seconds, figures.num_steps)
+            self.bound_cost.add(wait.uid, seconds=wait.seconds, needed_bound=needed - figures.window_steps)
         self.idle_seconds += figures.seconds.get("wait_for_groups", 0.0)
         self.train_seconds += sum(figures.seconds.get(n, 0.0) for n in ("forward_backward", "optimizer_step"))
 
@@ -215,7 +219,7 @@ class RunTotals:
         }
 
     def _bound_in_words(self) -> str:
-        cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds)
+        cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds, self.steps_per_batch)
         if self.groups_over_bound:
             share = self.groups_over_bound / self.trained_groups
             cost += (

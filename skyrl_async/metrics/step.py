@@ -53,8 +53,10 @@ class StepFigures:
     """Waits, although a group was there, for older groups that would pass the bound."""
     num_masked_tokens: int = 0
     """Sampled tokens masked from the loss because of their staleness."""
+    lr_scale: float = 1.0
+    """Smallest factor on the learning rate among the optimizer steps taken; 0: one was refused."""
     critic: dict[str, float] = field(default_factory=dict)
-    """Figures of the critic's step by metric name; empty without one."""
+    """Figures of the critic's last step by metric name; empty without one."""
     denominator: float = 0.0
     """Sum of the groups' denominators (``algorithms.aggregation``) over all passes."""
     step_denominator: float = 0.0

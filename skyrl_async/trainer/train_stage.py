@@ -256,16 +256,15 @@ class TrainStage:
         self.is_torn = True
         lr_scale = self._guard.lr_scale(effective_shares(figures.step_sums))
         if not lr_scale:
-            logger.warning(
-                "step %d is refused: its effective sample size is below trainer.guard.min_ess", figures.version
-            )
-        if self._critic is not None and figures.trained_version < self._critic.warmup_steps:
+            version = figures.current_version + 1
+            logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
+        if self._critic is not None and figures.current_version < self._critic.warmup_steps:
             lr_scale = 0.0
         async with self._beside_critic(figures, CriticTraining.step):
             with self._run.recorder.timed(figures, "optimizer_step", track="training"):
                 policy_values = await self._policy.step(figures.loss_denominator, lr_scale)
                 _set_wait_apart(figures, "optimizer_step", policy_values)
-        policy_values["lr_scale"] = lr_scale
+        policy_values["lr_scale"] = figures.lr_scale = min(figures.lr_scale, lr_scale)
         figures.end_optimizer_step()
         return policy_values
 

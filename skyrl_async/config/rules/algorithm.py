@@ -110,9 +110,10 @@ def divergence_rules(config: Config) -> Iterator[str]:
         )
     num_groups, num_samples = config.trainer.batch_size, config.generator.n_samples_per_prompt
     of_step = num_groups * num_samples
+    key = "policy_mini_batch_size" if config.trainer.train_batch_size is None else "train_batch_size"
     if control.type is KlControl.adaptive and control.horizon < of_step:
         yield (
-            "trainer.algorithm.kl_ctrl.horizon must be >= trainer.policy_mini_batch_size * generator.n_samples_per_prompt "
+            f"trainer.algorithm.kl_ctrl.horizon must be >= trainer.{key} * generator.n_samples_per_prompt "
             f"({num_groups} * {num_samples} = {of_step}) with kl_ctrl.type=adaptive, got {control.horizon}: it counts "
             "samples, not steps, and one step would move the coefficient by more than a fifth, at five times the horizon below 0"
         )

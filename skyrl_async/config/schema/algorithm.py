@@ -33,7 +33,7 @@ class KlCtrlConfig:
     """Mean divergence per token to come to, nats."""
     horizon: int = bounded(10_000, ge=1)
     """Samples, not steps, over which the coefficient moves by at most a fifth; the larger, the more slowly it follows. With type=adaptive
-    at least those of a step: policy_mini_batch_size * n_samples_per_prompt.
+    at least those of a batch: train_batch_size (or policy_mini_batch_size) * n_samples_per_prompt.
     """
 
 

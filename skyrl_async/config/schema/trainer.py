@@ -107,7 +107,8 @@ class TrainerConfig:
     """
     staleness_window_groups: int | None = None
     """With staleness_policy=window: groups admitted one after the other, from the oldest open one on, of which training may take any that
-    is finished; up to policy_mini_batch_size * (max_staleness_steps + 1). 1 is the order of admission. Null: 0.3 of that.
+    is finished; up to policy_mini_batch_size * (max_staleness_steps + 1), the most that are open. 1 is the order of admission. Null: 0.3 of
+    the most.
     """
     policy_mini_batch_size: int = bounded(64, ge=1)
     """Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); SkyRL's
@@ -115,7 +116,7 @@ class TrainerConfig:
     """
     train_batch_size: int | None = None
     """Groups of a batch, between whose optimizer steps no weights are published: a multiple of policy_mini_batch_size; null: one of it. A
-    batch of several optimizer steps is trained once all of its groups are there.
+    batch of several optimizer steps is trained once all of its groups are there; one that the data's end leaves smaller counts as whole.
     """
     update_epochs_per_batch: int = 1
     """Passes over a batch, each with an optimizer step per policy_mini_batch_size groups. Staleness counts optimizer steps, up to the last
@@ -250,7 +251,10 @@ class TrainerConfig:
         if self.staleness_policy is not StalenessPolicy.window:
             expected = f"null unless trainer.staleness_policy=window (it is {self.staleness_policy.name})"
             require(asked is None, key, expected, asked)
-        expected = f"between 1 and policy_mini_batch_size * (max_staleness_steps + 1) ({most}), or null"
+        open_groups = "policy_mini_batch_size * (max_staleness_steps + 1)"
+        if self.steps_per_batch > 1:
+            open_groups = "the groups that max_staleness_steps lets be open"
+        expected = f"between 1 and {open_groups} ({most}), or null"
         require(asked is None or 1 <= asked <= most, key, expected, asked)
 
     def _check_schedule(self) -> None:

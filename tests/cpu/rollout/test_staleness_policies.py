@@ -366,6 +366,7 @@ def test_the_needed_bound_is_the_staleness_without_the_wait() -> None:
     assert needed_bound(2, 0.0, 5.0) == 2
     assert needed_bound(2, 0.1, 5.0) == 3
     assert needed_bound(2, 12.0, 5.0) == 5
+    assert needed_bound(7, 12.0, 5.0, num_steps=4) == 19
 
 
 @given(waits=st.lists(st.tuples(st.integers(0, 500), st.floats(0.01, 10.0), st.integers(1, 9)), max_size=600))

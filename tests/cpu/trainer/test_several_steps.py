@@ -3,14 +3,17 @@
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_async.algorithms.estimators.outcome import grpo_advantages
+from skyrl_async.algorithms.guard import Guard
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from tests.cpu.quick_config import config_of
 from tests.cpu.trainer.test_deterministic_run import (
     NUM_STEPS,
@@ -103,6 +106,36 @@ def test_contract_7_a_killed_run_trains_the_batch_again_that_it_was_in(policy_di
         return running.trainer.resume(latest)
 
     assert train(job, policy_dir, tmp_path / "resumed", resume) == replace(whole, losses=whole.losses[1:])
+
+
+def test_one_step_of_a_batch_is_refused_by_its_own_sample_size_and_counted_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> tuple[list[float], list[float]]:
+        settings = SimulationSettings(
+            mini_batch_size=2, train_batch_size=4, update_epochs_per_batch=2, max_staleness_steps=7, num_steps=8
+        )
+        simulation, scales = Simulation(settings), list[float]()
+        policy, step = simulation.policy, simulation.policy.step
+        forward_backward = policy.forward_backward
+
+        async def weighing(*arguments: Any) -> dict[str, float]:
+            share = 0.1 if len(policy.steps) == 3 else 1.0
+            sums = {"sequence_ess_weights": 1.0, "sequence_ess_count": 1.0, "sequence_ess_squares": 1.0 / share}
+            return await forward_backward(*arguments) | sums
+
+        async def noting(denominator: float, lr_scale: float) -> dict[str, float]:
+            scales.append(lr_scale)
+            return await step(denominator, lr_scale)
+
+        policy.forward_backward, policy.step = weighing, noting  # type: ignore[method-assign]
+        simulation.trainer._train_stage._guard = Guard(min_ess=0.5)
+        await simulation.trainer.run()
+        return scales, [values["policy/lr_scale"] for _, values in simulation.logged if "policy/lr_scale" in values]
+
+    scales, logged = run_in_virtual_time(main())
+    assert scales == [1, 1, 0, 1, 1, 1, 1, 1] and logged == [0, 1]
+    assert "step 3 is refused" in caplog.text
 
 
 @pytest.mark.parametrize(
