@@ -7,7 +7,7 @@ are in ``coming_from.txt``; here is what several of SkyRL's keys mean together.
 import copy
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from skyrl_async.config.load import built, load, merged, quoted, set_value
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.fields import value_text
 from skyrl_async.config.schema.groups import GROUPS
+from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.errors import ConfigError, SkyRLAsyncError, did_you_mean
 
 _SYSTEM = "SkyRL"
@@ -193,6 +194,12 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
     if f"{placement}gpus_per_node" in theirs or f"{placement}nodes" in theirs:
         ranks = value(f"{placement}gpus_per_node", 1) * value(f"{placement}nodes", 1)
         result.set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes")
+    mini, key = value("trainer.policy_mini_batch_size", 256), "trainer.train_batch_size"
+    is_equal = key not in theirs and result.tree.trainer.schedule == Schedule.fully_async
+    if is_equal:
+        result.set(key, None, "SkyRL's fully asynchronous trainer wants it equal to policy_mini_batch_size")
+    batch = mini if is_equal else value(key, 1024)
+    _take_steps(value("trainer.update_epochs_per_batch", 1) * max(1, batch // max(1, mini)), value, result)
     answer = value("generator.sampling_params.max_generate_length", 1024)
     if "generator.eval_sampling_params.max_generate_length" not in theirs:
         result.set("evaluation.sampling.max_tokens", answer, "as in training, SkyRL's default")
@@ -204,9 +211,8 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
             result.set("training.micro_batch_tokens", value(micro, 1) * longest, about)
     batches = value(f"{algorithm}dynamic_sampling.max_sample_batches", 30)
     if batches > 0 and f"{algorithm}dynamic_sampling.max_sample_batches" in theirs:
-        groups = batches * value("trainer.policy_mini_batch_size", 256)
-        about = "in groups: times policy_mini_batch_size"
-        result.set("trainer.fully_async.max_filtered_in_a_row", groups, about)
+        about = "in groups: times train_batch_size"
+        result.set("trainer.fully_async.max_filtered_in_a_row", batches * batch, about)
     loss, key = value(f"{algorithm}policy_loss_type", "regular"), f"{algorithm}policy_loss_type"
     correction = f"{algorithm}off_policy_correction."
     weighs = value(f"{correction}tis_ratio_type", None) is not None or value(f"{algorithm}use_tis", False)
@@ -221,6 +227,25 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
         result.set(f"{correction}token_mask_is_threshold_low", round(1 - low, 6), about)
         result.set(f"{correction}token_mask_is_threshold_high", round(1 + high, 6), about)
         result.set(f"{algorithm}tis_cap", round(1 + high, 6), "as that bound, so that it caps nothing")
+
+
+def _take_steps(num_steps: int, value: Callable[[str, Any], Any], result: Translation) -> None:
+    """Count in optimizer steps what SkyRL counts in batches, where a batch takes several."""
+    if num_steps == 1:
+        return
+    about = f"times {num_steps}, the optimizer steps of a batch"
+    keys = {
+        "trainer.max_training_steps": ("trainer.num_steps", 0),
+        "trainer.ckpt_interval": ("trainer.checkpoint_interval_steps", 10),
+        "trainer.eval_interval": ("trainer.eval_interval_steps", 5),
+    }
+    for theirs, (ours, default) in keys.items():
+        if (num_batches := value(theirs, default)) > 0:
+            result.set(ours, num_batches * num_steps, f"{theirs} {about}")
+    if result.tree.trainer.schedule == Schedule.fully_async:
+        num_batches = value("trainer.fully_async.max_staleness_steps", 4)
+        bound = (num_batches + 1) * num_steps - 1
+        result.set("trainer.max_staleness_steps", bound, f"{num_batches} batches of {num_steps} optimizer steps")
 
 
 def _take_defaults(given: set[str], result: Translation) -> None:

@@ -257,6 +257,16 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
         ),
         ("trainer.policy_mini_batch_size=many", "#   trainer.policy_mini_batch_size=many: "),
         ("trainer.update_epochs_per_batch=2", "trainer.update_epochs_per_batch=2"),
+        (
+            "trainer.max_training_steps=5 trainer.train_batch_size=512",
+            "  trainer.num_steps=10  # trainer.max_training_steps times 2",
+        ),
+        ("trainer.ckpt_interval=3", "  trainer.checkpoint_interval_steps=12  # trainer.ckpt_interval times 4"),
+        (
+            "trainer.fully_async.enabled=true trainer.train_batch_size=256 trainer.update_epochs_per_batch=2 "
+            "trainer.fully_async.max_staleness_steps=3",
+            "  trainer.max_staleness_steps=7  # 3 batches of 2 optimizer steps",
+        ),
         ("trainer.policy.model.path=/nowhere", "# What this machine says of it:"),
     ],
 )
