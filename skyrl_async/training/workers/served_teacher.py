@@ -27,6 +27,10 @@ _UNDECODABLE = "\ufffd"
 """In the text of a token that is a part of a character."""
 
 
+class _NoScoresError(InferenceError):
+    """An answer without scores: the server gives none, or ends and has aborted the request."""
+
+
 class ServedTeacher:
     """One server. ``close`` last.
 
@@ -71,7 +75,7 @@ class ServedTeacher:
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens at temperature 1; waits while the server is gone.
 
-        Raises ``InferenceError`` once it has been for ``timeout_s``, or for an answer that is no score.
+        Raises ``InferenceError`` once it has been for ``timeout_s``, or for rows that it refuses.
         """
         async with task_group() as tasks:
             asked = [tasks.create_task(self._of_row(row), name="teacher") for row in trajectories]
@@ -90,12 +94,14 @@ class ServedTeacher:
 
     async def _until_scored(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
         clock = asyncio.get_running_loop().time
-        deadline, num_failures = clock() + self._timeout_s, 0
+        deadline, num_failures = 0.0, 0
         while True:
             try:
                 async with self._requests:
                     return await self._scored(token_ids)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, _NoScoresError) as error:
+                if not num_failures:
+                    deadline = clock() + self._timeout_s
                 if clock() >= deadline:
                     raise InferenceError(
                         f"{self._label} has not answered for {self._timeout_s:g} s "
@@ -109,7 +115,7 @@ class ServedTeacher:
     async def _scored(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Per token, token id -> its score; empty for the first, which nothing predicts.
 
-        Raises ``httpx.HTTPError`` where the server may answer later, and ``InferenceError``.
+        Raises ``httpx.HTTPError`` and ``_NoScoresError`` where the server may answer later, and ``InferenceError``.
         """
         if self._model is None:
             models = await self._http.get("/models")
@@ -122,7 +128,7 @@ class ServedTeacher:
         answer.raise_for_status()
         scores = answer.json()["choices"][0].get("prompt_logprobs")
         if not isinstance(scores, list) or len(scores) != len(token_ids):
-            raise InferenceError(f"{self._label} gives no prompt log-probs, as vLLM's prompt_logprobs=0 does")
+            raise _NoScoresError(f"{self._label} gives no prompt log-probs, as vLLM's prompt_logprobs=0 does")
         return [entry or {} for entry in scores]
 
     async def close(self) -> None:

@@ -1,10 +1,12 @@
 """Teachers behind a server: real HTTP, with a model's own log-probs as the scores; and what is refused before a run."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from starlette.applications import Starlette
@@ -16,6 +18,7 @@ from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.teachers import check_teachers
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import ConfigError, InferenceError, PolicyError
+from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -35,6 +38,8 @@ class Server:
     policy: InProcessPolicy
     num_failures: int = 0
     """So many requests are answered by 503 first."""
+    num_aborted: int = 0
+    """So many are answered without scores first, as vLLM answers what it has not finished when it is told to end."""
     asked: list[list[int]] = field(default_factory=list)
 
     async def models(self, request: Request) -> JSONResponse:
@@ -43,6 +48,9 @@ class Server:
     async def completions(self, request: Request) -> JSONResponse:
         body = await request.json()
         assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("teacher", 1, 0)
+        if self.num_aborted:
+            self.num_aborted -= 1
+            return JSONResponse({"choices": [{"finish_reason": "abort", "prompt_logprobs": None}]})
         if self.num_failures:
             self.num_failures -= 1
             return JSONResponse({"error": "busy"}, 503)
@@ -88,6 +96,35 @@ async def test_a_served_teacher_gives_the_log_probs_of_the_model_behind_it_and_i
     for one, other in zip(found.values, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     await server.policy.close()
+
+
+async def test_a_request_that_a_server_aborts_as_it_ends_is_sent_again(server: Server) -> None:
+    server.num_aborted = 1
+    async with server.teacher() as teacher:
+        assert len(await teacher._until_scored([1, 2, 3])) == 3
+        server.num_aborted = 1
+        with pytest.raises(ConfigError, match="gives no prompt log-probs"):
+            await teacher.check([3, 4], ["<3>", "<4>"])
+    await server.policy.close()
+
+
+def test_the_time_of_a_server_that_is_gone_begins_at_the_first_failure() -> None:
+    """In virtual time: it takes longer than ``timeout_s`` to say that it is busy, and scores then."""
+    answers = iter([503, 200])
+
+    async def answered(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "teacher"}]})
+        await asyncio.sleep(70.0)
+        return httpx.Response(next(answers), json={"choices": [{"prompt_logprobs": [None, {}, {}]}]})
+
+    async def scored() -> list[dict[str, object]]:
+        teacher = ServedTeacher("math", "http://teacher/v1", api_key=None, timeout_s=60.0)
+        await teacher.close()
+        teacher._http = httpx.AsyncClient(base_url="http://teacher/v1", transport=httpx.MockTransport(answered))
+        return await teacher._until_scored([1, 2, 3])
+
+    assert run_in_virtual_time(scored()) == [{}, {}, {}]
 
 
 async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(server: Server) -> None:
