@@ -16,9 +16,11 @@ class Distillation:
     The mean of that times the token's score, given what is before the token, is ``-coef`` times the gradient of ``KL(student, teacher)`` at
     that place: the *reverse* divergence, which makes the student sure of what the teacher would say. What a token leads to later is not
     part of it ("On-policy distillation", Thinking Machines, 2025; GKD, arXiv 2306.13649, with student samples alone). It goes through the
-    policy loss, with its importance weights and bounds, so that stale tokens are corrected like any other.
+    policy loss, with its importance weights and bounds.
 
-    ``log student`` are the log-probs that were recomputed when the group was finished, if there are any, and the engine's otherwise.
+    ``log student`` are the log-probs that were recomputed when the group was finished, if there are any, and the engine's otherwise. With
+    stale tokens that is another policy, ``q``, than the one that is trained. Where importance weights correct them in full, the mean is
+    ``-coef`` times the gradient of ``KL(student, teacher) - KL(student, q)``.
     """
 
     coef: float = 1.0

@@ -41,19 +41,36 @@ def advantages(distillation: Distillation, *rows: Trajectory) -> list[list[float
     return [column.tolist() for column in found.advantages]
 
 
-def test_the_mean_is_the_gradient_of_the_divergence_from_the_teacher_at_each_place() -> None:
+def divergence(policy: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(policy, other) at the first place, and after each first token as often as ``STUDENT`` samples it."""
+    logs, others = policy.log_softmax(-1), other.log_softmax(-1)
+    weights = torch.cat([torch.ones(1, dtype=torch.float64), STUDENT[0].softmax(-1)])
+    return (weights * (logs.exp() * (logs - others)).sum(-1)).sum()
+
+
+def mean_gradient(sampler: torch.Tensor) -> torch.Tensor:
+    """Of what ``sampler`` samples, with the importance weight of everything up to each token."""
     total = torch.zeros_like(STUDENT)
     for outcome in OUTCOMES:
-        (found,) = advantages(Distillation(coef=0.5), row(outcome))
+        behavior = token_logprobs(sampler, outcome)
+        (found,) = advantages(Distillation(coef=0.5), row(outcome, logprobs=behavior.numpy().astype(np.float32)))
         leaf = STUDENT.clone().requires_grad_()
-        surrogate = (torch.tensor(found, dtype=torch.float64) * token_logprobs(leaf, outcome)).sum()
-        total += probability(STUDENT, outcome) * torch.autograd.grad(surrogate, leaf)[0]
+        weights = (token_logprobs(STUDENT, outcome) - behavior).cumsum(0).exp()
+        surrogate = (weights * torch.tensor(found, dtype=torch.float64) * token_logprobs(leaf, outcome)).sum()
+        total += probability(sampler, outcome) * torch.autograd.grad(surrogate, leaf)[0]
+    return total
+
+
+def test_the_mean_is_the_gradient_of_the_divergence_from_the_teacher_at_each_place() -> None:
     leaf = STUDENT.clone().requires_grad_()
-    logs, of_teacher = leaf.log_softmax(-1), TEACHER.log_softmax(-1)
-    divergences = (logs.exp() * (logs - of_teacher)).sum(-1)  # at the first place, and after each first token
-    weights = torch.cat([torch.ones(1, dtype=torch.float64), STUDENT[0].softmax(-1)])
-    (gradient,) = torch.autograd.grad((weights * divergences).sum(), leaf)
-    torch.testing.assert_close(total, -0.5 * gradient, atol=1e-6, rtol=0)
+    (gradient,) = torch.autograd.grad(divergence(leaf, TEACHER), leaf)
+    torch.testing.assert_close(mean_gradient(STUDENT), -0.5 * gradient, atol=1e-6, rtol=0)
+
+
+def test_with_stale_tokens_the_divergence_from_their_policy_is_taken_off() -> None:
+    stale, leaf = STUDENT + 0.5 * logits_of(seed=3), STUDENT.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(divergence(leaf, TEACHER) - divergence(leaf, stale), leaf)
+    torch.testing.assert_close(mean_gradient(stale), -0.5 * gradient, atol=1e-6, rtol=0)
 
 
 def test_it_takes_the_place_of_the_rewards_or_is_added_to_them() -> None:
