@@ -35,8 +35,10 @@ _ROW_GROUP_BYTES = 16 << 20
 _PART_ENCODING: dict[str, Any] = {
     "use_dictionary": ["outcome", "reason", "uid", "turns.list.element.role"],
     "compression": "none",
+    "write_statistics": ["row", "step", "uid"],
 }
-"""Half the time of a compressed part, and twice its bytes: at most 64 MB until it is joined."""
+"""Half the time of a compressed part, and twice its bytes: at most 64 MB until it is joined. Readers filter by the columns with statistics;
+those of tokens would take a tenth of the time."""
 _ENCODING: dict[str, Any] = {
     **_PART_ENCODING,
     "use_byte_stream_split": [

@@ -230,7 +230,12 @@ def _token_lists(columns: Sequence[np.ndarray[Any, Any] | None], dtype: np.dtype
     """A list of values per row, null where there is no column."""
     import pyarrow as pa
 
-    values = np.concatenate([np.empty(0, dtype), *(column for column in columns if column is not None)])
+    found = [column for column in columns if column is not None]
+    if not found:
+        return pa.nulls(len(columns), pa.list_(pa.from_numpy_dtype(dtype)))
+    # Arrow keeps its memory for later columns: to touch new memory first takes longer than to copy tokens there.
+    values = np.frombuffer(pa.allocate_buffer(sum(map(len, found)) * dtype.itemsize), dtype)
+    np.concatenate(found, out=values)
     if dtype == np.bool_:
         bits = pa.py_buffer(np.packbits(values, bitorder="little"))
         inner = pa.Array.from_buffers(pa.bool_(), len(values), [None, bits])
