@@ -18,6 +18,7 @@ from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_sha
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
     DistillationConfig,
+    Divergence,
     KlControl,
     OffPolicyCorrectionConfig,
     SequenceMaskMetric,
@@ -82,7 +83,14 @@ def _estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 
 
 def _distillation(config: DistillationConfig) -> Distillation | None:
-    return Distillation(coef=config.coef, is_alone=not config.use_rewards) if config.teachers else None
+    if not config.teachers:
+        return None
+    return Distillation(
+        coef=config.coef,
+        forward=config.divergence is Divergence.forward_kl,
+        ratio_clip=config.ratio_clip,
+        is_alone=not config.use_rewards,
+    )
 
 
 def _mark(algorithm: AlgorithmConfig) -> Mark | None:

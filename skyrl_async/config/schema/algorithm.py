@@ -91,6 +91,7 @@ class CispoConfig:
     """Weights are at most 1 plus this."""
 
 
+Divergence = StrEnum("Divergence", ["reverse_kl", "forward_kl"])
 DppoType = StrEnum("DppoType", ["binary_tv", "binary_kl"])
 
 
@@ -174,7 +175,13 @@ class DistillationConfig:
     teacher_key: str = "teacher"
     """Column of the dataset that names each prompt's teacher; one teacher needs none."""
     coef: float = bounded(1.0, gt=0)
-    """Weight of log teacher - log student in the advantage of each token: the reverse KL divergence, KL(student, teacher)."""
+    """Weight of the teacher in the advantage of each token."""
+    divergence: Divergence = Divergence.reverse_kl
+    """What is made smaller at each token. reverse_kl: KL(student, teacher), by log teacher - log student; the student becomes sure of what
+    the teacher would say. forward_kl: KL(teacher, student), by teacher / student - 1; the student comes to say all that the teacher might.
+    """
+    ratio_clip: float | None = bounded(10.0, gt=1)
+    """Largest teacher / student with forward_kl: rare tokens that the teacher likes weigh no more. Null: no bound, and no bias."""
     use_rewards: bool = False
     """Add it to the advantages of the rewards; false takes their place."""
     api_key: str | None = None

@@ -14,6 +14,7 @@ from skyrl_async.types import Group, Trajectory
 from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, probability, token_logprobs
 
 STUDENT, TEACHER = logits_of(seed=1), logits_of(seed=2)
+REVERSE = Distillation(coef=0.5)
 
 
 def row(outcome: tuple[int, int], **changes: object) -> Trajectory:
@@ -48,12 +49,12 @@ def divergence(policy: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (weights * (logs.exp() * (logs - others)).sum(-1)).sum()
 
 
-def mean_gradient(sampler: torch.Tensor) -> torch.Tensor:
+def mean_gradient(sampler: torch.Tensor, distillation: Distillation = REVERSE) -> torch.Tensor:
     """Of what ``sampler`` samples, with the importance weight of everything up to each token."""
     total = torch.zeros_like(STUDENT)
     for outcome in OUTCOMES:
         behavior = token_logprobs(sampler, outcome)
-        (found,) = advantages(Distillation(coef=0.5), row(outcome, logprobs=behavior.numpy().astype(np.float32)))
+        (found,) = advantages(distillation, row(outcome, logprobs=behavior.numpy().astype(np.float32)))
         leaf = STUDENT.clone().requires_grad_()
         weights = (token_logprobs(STUDENT, outcome) - behavior).cumsum(0).exp()
         surrogate = (weights * torch.tensor(found, dtype=torch.float64) * token_logprobs(leaf, outcome)).sum()
@@ -65,6 +66,24 @@ def test_the_mean_is_the_gradient_of_the_divergence_from_the_teacher_at_each_pla
     leaf = STUDENT.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(divergence(leaf, TEACHER), leaf)
     torch.testing.assert_close(mean_gradient(STUDENT), -0.5 * gradient, atol=1e-6, rtol=0)
+
+
+def test_the_forward_mean_is_the_gradient_of_the_divergence_of_the_teacher() -> None:
+    leaf = STUDENT.clone().requires_grad_()
+    logs = leaf.log_softmax(-1)
+    weights = torch.cat([torch.ones(1, dtype=torch.float64), STUDENT[0].softmax(-1)])
+    forward = -(
+        weights * (TEACHER.softmax(-1) * logs).sum(-1)
+    ).sum()  # but for the teacher's entropy, which is constant
+    (gradient,) = torch.autograd.grad(forward, leaf)
+    found = mean_gradient(STUDENT, Distillation(coef=0.5, forward=True))
+    torch.testing.assert_close(found, -0.5 * gradient, atol=1e-6, rtol=0)
+
+
+def test_the_forward_ratio_has_a_bound() -> None:
+    one = row((1, 2), logprobs=np.float32([-8.0, -1.0]), teacher_logprobs=np.float32([-1.0, -1.0]))
+    (found,) = advantages(Distillation(forward=True, ratio_clip=5.0, coef=2.0), one)
+    assert found == pytest.approx([8.0, 0.0])
 
 
 def test_with_stale_tokens_the_divergence_from_their_policy_is_taken_off() -> None:
