@@ -65,9 +65,10 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "m2po": _keys("rollout_is", **_UNCAPPED, m2_threshold=0.04),
     "gae": (*_keys("ppo_clip"), f"{_ESTIMATOR}=gae"),
     "gae_unweighted": (*_keys("ppo_clip"), f"{_ESTIMATOR}=gae", "trainer.algorithm.vtrace_clip=null"),
+    "forward_kl": (*_keys("ppo_clip"), "trainer.algorithm.distillation.divergence=forward_kl"),
 }
 """Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size; ``gae``
-is PPO with a critic, whose returns V-trace weighs or does not.
+is PPO with a critic, whose returns V-trace weighs or does not; ``forward_kl`` is for a teacher, which the overrides name.
 """
 
 BOUNDS = (0, 1, 4, 8)
