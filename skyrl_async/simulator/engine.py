@@ -2,7 +2,8 @@
 
 What it samples is arbitrary; when, how many tokens and under which version is exact to the token. Requests share the engine's speed:
 each runs at ``speed / (1 + n / k)`` while n run, with one timer for all of them. All running requests progress equally fast, so one number,
-the tokens of a request running from the start (``progress``), tells where each of them stands.
+the tokens of a request running from the start (``progress``), tells where each of them stands. The prefill of a request holds up all of
+them, as in an engine whose scheduler puts it first.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import numpy as np
 from skyrl_async.columns import Logprobs, TokenIds, VersionSpans
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.protocol import CutOff, pause_then_load
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, SharedMachine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
 _ROUNDING = 1e-6
@@ -41,8 +43,10 @@ class _Call:
     """To be sampled in this call, unless it is aborted."""
     end: FinishReason
     """Why it ends, unless it is aborted."""
-    started: float
-    """Progress of the engine when the call began."""
+    started: float = math.inf
+    """Progress of the engine when the call began to run; infinite while it waits."""
+    awaited: int = 0
+    """Tokens of the call at which ``woken`` is due."""
     num_taken: int = 0
     """Handed out."""
     is_aborted: bool = False
@@ -59,21 +63,36 @@ class _SharedSpeed:
     """What the calls of an engine run on.
 
     Args:
+        name: of the engine.
         tokens_per_second: of a call alone in it.
         half_speed_calls: calls at which each runs at half of that.
+        machine: where others compute too.
     """
 
-    def __init__(self, tokens_per_second: float, half_speed_calls: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokens_per_second: float,
+        half_speed_calls: float,
+        machine: SharedMachine | None,
+    ) -> None:
+        self._name = name
         self._tokens_per_second = tokens_per_second
         self._half_speed_calls = half_speed_calls
-        self._num_running = 0
+        self._machine = machine
+        if machine is not None:
+            machine.listen(self._machine_changes)
+        self.num_running = 0
+        self.request_seconds = self.idle_seconds = 0.0
+        self._prefill_left = 0.0
+        """Seconds of prefill that are due before a call progresses."""
         self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._progress = 0.0
         self._moved_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._timed = (0.0, 0.0)
-        """(goal, rate) for which the timer is set; a rate of 0 needs none."""
+        self._timed = (0.0, 0.0, 0.0)
+        """(goal, rate, end of the prefill) for which the timer is set; a rate of 0 needs none."""
         self.is_paused = False
 
     @property
@@ -84,54 +103,87 @@ class _SharedSpeed:
 
     def tokens_of(self, call: _Call) -> int:
         """Whole tokens that the call has got so far."""
-        return math.floor(self.progress - call.started + _ROUNDING)
+        return max(0, math.floor(self.progress - call.started + _ROUNDING)) if call.started < math.inf else 0
 
-    def add_calls(self, number: int) -> float:
-        """So many calls more run; fewer where negative. Returns ``progress``."""
+    def begin(self, call: _Call, prefill_seconds: float) -> None:
+        """The call runs from now on, after its prefill."""
         self._advance()
-        self._num_running += number
-        self._set_timer()
-        return self._progress
+        self.num_running += 1
+        self._prefill_left += prefill_seconds
+        call.started = self._progress
+        if call.woken is not None:
+            heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
+        self._changed()
+
+    def end(self) -> None:
+        """A call that ran has ended. The prefill of calls that are all gone is not done."""
+        self._advance()
+        self.num_running -= 1
+        if not self.num_running:
+            self._prefill_left = 0.0
+        self._changed()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
         self._advance()
         self.is_paused = is_paused
-        self._set_timer()
+        self._changed()
 
     async def wait_for(self, call: _Call, num_tokens: int) -> None:
         """Return when the call has got ``num_tokens`` in all, or is woken."""
-        call.woken = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._goals, (call.started + num_tokens, next(self._numbers), call.woken))
-        self._set_timer()
+        call.woken, call.awaited = asyncio.get_running_loop().create_future(), num_tokens
+        if call.started < math.inf:
+            heapq.heappush(self._goals, (call.started + num_tokens, next(self._numbers), call.woken))
+            self._set_timer()
         await call.woken
 
     def _rate(self) -> float:
-        """Tokens per second of each running call."""
-        return 0.0 if self.is_paused else self._tokens_per_second / (1 + self._num_running / self._half_speed_calls)
+        """Tokens per second of each running call, outside prefills."""
+        if self.is_paused:
+            return 0.0
+        rate = self._tokens_per_second / (1 + self.num_running / self._half_speed_calls)
+        return rate if self._machine is None else rate / self._machine.slowdown
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._progress += (now - self._moved_at) * self._rate()
+        self.request_seconds += (now - self._moved_at) * self.num_running
+        if not self.num_running:
+            self.idle_seconds += now - self._moved_at
+        if not self.is_paused:
+            prefilled = min(now - self._moved_at, self._prefill_left)
+            self._prefill_left -= prefilled
+            self._progress += (now - self._moved_at - prefilled) * self._rate()
         self._moved_at = now
+
+    def _changed(self) -> None:
+        """The engine has begun or ended to compute, or does so at another speed."""
+        if self._machine is not None:
+            is_computing = self.num_running > 0 and not self.is_paused
+            self._machine.set_computing(self._name, is_computing, ENGINE_CORES)
+        self._set_timer()
+
+    def _machine_changes(self) -> None:
+        self._advance()
+        self._set_timer()
 
     def _set_timer(self) -> None:
         """For the next call that has got what it waits for."""
         while self._goals and self._goals[0][2].done():
             heapq.heappop(self._goals)
-        timed = (self._goals[0][0], self._rate()) if self._goals else (0.0, 0.0)
+        begin = self._moved_at + self._prefill_left if self._prefill_left else 0.0
+        timed = (self._goals[0][0], self._rate(), begin) if self._goals else (0.0, 0.0, 0.0)
         if timed == self._timed:
             return
-        goal, rate = self._timed = timed
+        goal, rate, _ = self._timed = timed
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if rate:
-            at = self._moved_at + max(0.0, goal - self._progress) / rate
+            at = self._moved_at + self._prefill_left + max(0.0, goal - self._progress) / rate
             self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timed = (0.0, 0.0)
+        self._timed = (0.0, 0.0, 0.0)
         self._advance()
         while self._goals and self._goals[0][0] <= self._progress + _ROUNDING:
             woken = heapq.heappop(self._goals)[2]
@@ -144,7 +196,8 @@ class _SharedSpeed:
 class ModelledEngine:
     """An ``InferenceEngine`` in virtual time: token i of a generation is ``i % 100``, of log-prob -1.
 
-    Its requests each run at ``tokens_per_second / (1 + n / half_speed_requests)`` with n running, as measured on real ones.
+    Its requests each run at ``tokens_per_second / (1 + n / half_speed_requests)`` with n running, as measured on real ones. More than
+    ``max_num_seqs`` wait, and the smallest ``priority`` runs first.
     """
 
     name: str
@@ -155,6 +208,12 @@ class ModelledEngine:
     """Speed of a request alone in the engine."""
     half_speed_requests: float = 170.0
     """Requests at which each runs at half of that."""
+    max_num_seqs: int | None = None
+    """Most requests that run at a time; None: all."""
+    prefill_seconds: float = 0.0
+    """What each request takes before its first token, also one that is continued after an abort. No other progresses meanwhile."""
+    machine: SharedMachine | None = None
+    """Where others compute too; None: a machine of its own."""
     stage_seconds: float = 0.0
     """Duration of ``stage_weights``."""
     load_seconds: float = 0.0
@@ -168,12 +227,32 @@ class ModelledEngine:
 
     def __post_init__(self) -> None:
         self.max_model_len = 1 << 30
-        self._shared = _SharedSpeed(self.tokens_per_second, self.half_speed_requests)
+        self._shared = _SharedSpeed(
+            self.name,
+            self.tokens_per_second,
+            self.half_speed_requests,
+            self.machine,
+        )
         self._calls: dict[_Call, None] = {}
+        self._waiting: list[tuple[int, int, _Call]] = []
+        """Heap of (priority, number of the call, call), some of which may have ended."""
+        self._numbers = itertools.count()
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
         self._cut_off = CutOff()
+
+    @property
+    def request_seconds(self) -> float:
+        """Seconds that requests have run, added up over the requests."""
+        _ = self._shared.progress
+        return self._shared.request_seconds
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds without a request that runs."""
+        _ = self._shared.progress
+        return self._shared.idle_seconds
 
     async def generate(self, request: EngineRequest) -> EngineOutput:
         """Sample all, or up to an aborting pause."""
@@ -278,14 +357,25 @@ class ModelledEngine:
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
-        call = _Call(request, min(num_left, longest), end, started=self._shared.add_calls(1))
+        call = _Call(request, min(num_left, longest), end)
         self._calls[call] = None
+        heapq.heappush(self._waiting, (request.priority, next(self._numbers), call))
+        self._run_waiting()
         return call
 
     def _end(self, call: _Call) -> None:
         self.num_sampled_tokens += self._num_sampled(call)
         del self._calls[call]
-        self._shared.add_calls(-1)
+        if call.started < math.inf:
+            self._shared.end()
+            self._run_waiting()
+
+    def _run_waiting(self) -> None:
+        """Begin the calls for which there is room."""
+        while self._waiting and (self.max_num_seqs is None or self._shared.num_running < self.max_num_seqs):
+            call = heapq.heappop(self._waiting)[2]
+            if call in self._calls:
+                self._shared.begin(call, self.prefill_seconds)
 
     async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
         """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""

@@ -6,17 +6,19 @@ For tests of the real loop, and for planning capacity; the modelled engine is in
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import Advantages, TokenIds, token_ids
+from skyrl_async.columns import Advantages, TokenIds, VersionSpans, token_ids
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
+from skyrl_async.simulator.shared_machine import SharedMachine
 from skyrl_async.types import FinishReason, Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
@@ -28,6 +30,12 @@ class ModelledPolicy:
 
     seconds_per_token: float = 0.0
     """Forward and backward."""
+    seconds_per_group: float = 0.0
+    """The same, whatever a group's length."""
+    prompt_tokens: float = 0.0
+    """Of each row; they take as long as those of its response."""
+    machine: SharedMachine | None = None
+    """Where others compute too: those that do when a group's training begins count for all of it. None: a machine of its own."""
     step_seconds: float = 0.0
     """The optimizer step."""
     gather_seconds: float = 0.0
@@ -41,9 +49,11 @@ class ModelledPolicy:
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, float]:
-        """Take time in proportion to the responses' tokens, also where they are masked: what follows them needs them."""
-        num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        await asyncio.sleep(num_tokens * self.seconds_per_token)
+        """Take time in proportion to the rows' tokens, also where they are masked: what follows them needs them."""
+        num_tokens = sum(self.prompt_tokens + len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
+        with nullcontext() if self.machine is None else self.machine.training():
+            slowdown = 1.0 if self.machine is None else self.machine.slowdown
+            await asyncio.sleep(slowdown * (self.seconds_per_group + num_tokens * self.seconds_per_token))
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
 
@@ -91,15 +101,26 @@ class ModelledPolicy:
         """Nothing is held."""
 
 
+Turn = tuple[int, float]
+"""Tokens of a reply, and the seconds that its environment takes after it."""
+
+
 class ModelledGenerator:
-    """A single-turn ``Generator`` over any sampler; the prompt's tokens are its uid's digits, rewards alternate.
+    """A ``Generator`` over any sampler; the prompt's tokens are its uid's digits, rewards alternate.
 
     Args:
         sampler: usually the real ``InferenceEngineClient`` over modelled engines.
+        samples: by prompt, samples to draw from, each a list of turns: a prompt gets one of the lists, since answers to one prompt are
+            alike. Engines must have more tokens than these. Empty: one turn as long as the engine makes it.
+        call_seconds: what every call of an engine takes besides the engine.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(
+        self, sampler: Sampler, samples: Sequence[Sequence[Sequence[Turn]]] = (), call_seconds: float = 0.0
+    ) -> None:
         self._sampler = sampler
+        self._samples = samples
+        self._call_seconds = call_seconds
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -119,22 +140,38 @@ class ModelledGenerator:
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
         prompt = token_ids([ord(c) for c in request.prompt.uid])
-        completion = await self._sampler.generate_tokens(
-            prompt,
-            replace(request.sampling, seed=seed),
-            priority=request.priority,
-            generation=None if request.is_evaluation else state.generation,
-        )
+        sampling = replace(request.sampling, seed=seed)
+        completions = []
+        for num_tokens, environment_seconds in self._turns(request, seed):
+            completions.append(
+                await self._sampler.generate_tokens(
+                    prompt,
+                    sampling if num_tokens is None else replace(sampling, max_tokens=num_tokens),
+                    priority=request.priority,
+                    generation=None if request.is_evaluation or self._samples else state.generation,
+                )
+            )
+            if environment_seconds:
+                await asyncio.sleep(environment_seconds)
+        tokens = np.concatenate([one.token_ids for one in completions])
         return Trajectory(
             prompt_token_ids=prompt,
-            response_token_ids=completion.token_ids,
-            loss_mask=np.ones(len(completion.token_ids), np.bool_),
-            logprobs=completion.logprobs,
-            versions=completion.versions,
+            response_token_ids=tokens,
+            loss_mask=np.ones(len(tokens), np.bool_),
+            logprobs=np.concatenate([one.logprobs for one in completions]),
+            versions=VersionSpans.joined([one.versions for one in completions]),
             reward=float(index % 2),
-            is_truncated=completion.finish_reason is FinishReason.LENGTH,
-            num_aborts=completion.num_aborts,
+            is_truncated=not self._samples and completions[-1].finish_reason is FinishReason.LENGTH,
+            num_aborts=sum(one.num_aborts for one in completions),
         )
+
+    def _turns(self, request: GroupRequest, seed: int) -> Sequence[tuple[int | None, float]]:
+        """Tokens, None for as many as the engine makes, and seconds after them."""
+        if not self._samples:
+            return [(None, self._call_seconds)]
+        of_prompt = random.Random(request.prompt.uid).choice(self._samples)
+        turns = random.Random(seed).choice(of_prompt)
+        return [(num_tokens, seconds + self._call_seconds) for num_tokens, seconds in turns]
 
 
 def _write_empty_file(path: Path) -> None:

@@ -34,7 +34,8 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
+from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy, Turn
+from skyrl_async.simulator.shared_machine import SharedMachine
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import PauseMode, Prompt
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -64,6 +65,16 @@ class SimulationSettings:
     num_engines: int = 2
     tokens_per_second: float = 100.0
     half_speed_requests: float = 170.0
+    max_num_seqs: int | None = None
+    """Most requests that run in an engine at a time; None: all."""
+    prefill_seconds: float = 0.0
+    """Of each request, also one that is continued; see ``ModelledEngine``."""
+    known_samples: tuple[tuple[tuple[Turn, ...], ...], ...] = ()
+    """Samples to draw from, by prompt, in place of lognormal lengths; see ``ModelledGenerator``."""
+    call_seconds: float = 0.0
+    """What every call of an engine takes besides the engine."""
+    shared_cores: int | None = None
+    """Cores of the one machine on which trainer and engines compute, see ``SharedMachine``; None: each has its own."""
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
     carries_tokens: bool = False
@@ -77,6 +88,10 @@ class SimulationSettings:
     """Longest length, in means."""
     seconds_per_token: float = 0.0
     """Seconds of training per token."""
+    seconds_per_group: float = 0.0
+    """Seconds of training per group, whatever its length."""
+    prompt_tokens: float = 0.0
+    """Of a prompt, each of which is trained in the time of a response's token."""
     step_seconds: float = 0.0
     stage_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -123,6 +138,8 @@ class SimulationSettings:
     @property
     def max_tokens(self) -> int:
         """Longest length, in tokens."""
+        if self.known_samples:
+            return max(num_tokens for of_prompt in self.known_samples for turns in of_prompt for num_tokens, _ in turns)
         return round(self.longest_over_mean * self.mean_tokens)
 
 
@@ -154,7 +171,7 @@ class Simulation:
         settings: what is simulated.
         checkpoint_dir: for checkpoints; None writes none.
         max_checkpoints_to_keep: 0 keeps all.
-        generator_over: makes the generator, of the client.
+        generator_over: makes the generator, of the client; None: a ``ModelledGenerator``.
         record: takes every group at its end.
         shutdown: ends the run early.
         engine_around: makes what the client uses of each engine.
@@ -170,7 +187,7 @@ class Simulation:
         *,
         checkpoint_dir: Path | None = None,
         max_checkpoints_to_keep: int = 0,
-        generator_over: Callable[[InferenceEngineClient], Generator] = ModelledGenerator,
+        generator_over: Callable[[InferenceEngineClient], Generator] | None = None,
         record: RecordsSamples | None = None,
         shutdown: ShutdownRequest | None = None,
         engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
@@ -186,8 +203,11 @@ class Simulation:
         questions = [({"role": "user", "content": str(i)},) for i in range(settings.num_prompts)]
         prompts = tuple(Prompt(uid=f"p{i}", messages=q, env_class="modelled") for i, q in enumerate(questions))
         length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
+        if settings.known_samples:  # the generator says how long
+            length = lognormal_length(sys.maxsize, 0.0, settings.seed, 1)
+        machine = None if settings.shared_cores is None else SharedMachine(settings.shared_cores)
         self.engines = [
-            from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length)
+            from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length, machine=machine)
             for i in range(settings.num_engines)
         ]
         self.client = InferenceEngineClient(
@@ -198,14 +218,16 @@ class Simulation:
             engine_wait_s=settings.engine_wait_s,
             placement=placement(config),
         )
-        self.policy = from_section(ModelledPolicy, settings)
+        self.policy = from_section(ModelledPolicy, settings, machine=machine)
         self.device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
         self.engine_time_sharing = self._time_sharing() if GENERATE in self.device_groups else None
         self.publisher = self._make_publisher()
         parts = Parts(
             prompts=Prompts(train=prompts, held_out=prompts),
             client=self.client,
-            generator=generator_over(self.client),
+            generator=generator_over(self.client)
+            if generator_over
+            else ModelledGenerator(self.client, settings.known_samples, settings.call_seconds),
             policy=self.policy,
             device_groups=self.device_groups,
             publisher=self.publisher,

@@ -90,6 +90,7 @@ def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
         "delta",
         "endpoint_freeze",
         "endpoint_overhead",
+        "plan_accuracy",
         "publish",
         "published_results",
         "record_cost",

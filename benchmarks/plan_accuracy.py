@@ -1,0 +1,162 @@
+"""What ``skyrl_async.plan`` predicts against what is then measured: calibrated on ten steps of the default task at S = 4.
+
+A row is a run of real engines, real trainer and real Ray: ``what`` differs from the calibration's, ``predicted_step_s`` with its interval
+``low_s`` to ``high_s`` was forecast before it ran, ``measured_step_s`` is the mean of its steps but the first two. All runs have the same
+policy, which is trained first and then no more (a rate of 1e-12), so that lengths do not drift. Of the prompts, those with twice the
+lengths have exactly twice the worked lines.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import arguments, conditions, report
+from skyrl_async.config.schema.trainer import StalenessPolicy
+from skyrl_async.plan.forecast import Planner, WhatIf
+from skyrl_async.plan.measured import WARM_UP_STEPS, measured
+from skyrl_async.tasks.lagged_fibonacci import NAME, all_seed_digits, extend, right_answer
+
+_SHORT_STEPS = range(5, 31)
+"""Worked lines of the prompts; each number of lines has another one that is twice as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row."""
+
+    what: str
+    what_if: WhatIf
+    doubled: bool = False
+    """The prompts of twice the lengths."""
+
+
+_S = "trainer.max_staleness_steps"
+CASES = (
+    Case("the same again", WhatIf()),
+    Case("S = 0", WhatIf(keys={_S: 0})),
+    Case("S = 1", WhatIf(keys={_S: 1})),
+    Case("S = 8", WhatIf(keys={_S: 8})),
+    Case("two engines", WhatIf(keys={"engine.num_engines": 2})),
+    Case("twice the lengths", WhatIf(), doubled=True),
+    Case("policy window", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.window})),
+    Case("policy allow, S = 1", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.allow, _S: 1})),
+    Case("mini-batch of 4", WhatIf(keys={"trainer.policy_mini_batch_size": 4})),
+    Case("mini-batch of 16", WhatIf(keys={"trainer.policy_mini_batch_size": 16})),
+    Case("groups of 4", WhatIf(keys={"generator.n_samples_per_prompt": 4})),
+)
+
+
+def _run(output_dir: Path, *overrides: str) -> None:
+    """A run as a user starts it."""
+    command = (sys.executable, "-m", "skyrl_async.main", f"trainer.output_dir={output_dir}", *overrides)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(overrides)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def _write_prompts(path: Path, *, doubled: bool) -> float:
+    """As many prompts of each length as there are of twice that. Returns the mean of their lines."""
+    by_lines: dict[int, list[str]] = {}
+    for digits in all_seed_digits():
+        by_lines.setdefault(len(extend(digits) or ""), []).append(digits)
+    chosen: list[str] = []
+    for lines in _SHORT_STEPS:
+        short, long = by_lines.get(lines, []), by_lines.get(2 * lines, [])
+        num = min(len(short), len(long), 40)
+        chosen += (long if doubled else short)[:num]
+    # A fixed order that mixes the lengths, the same for both files.
+    order = sorted(range(len(chosen)), key=lambda i: i * 7919 % len(chosen))
+    rows = [
+        {
+            "uid": f"{NAME}-{chosen[i]}",
+            "prompt": [{"role": "user", "content": f"Extend {chosen[i]} until 0."}],
+            "env_class": NAME,
+            "reward_spec": {"method": "rule", "ground_truth": right_answer(chosen[i])},
+        }
+        for i in order
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sum(len(extend(digits) or "") for digits in chosen) / len(chosen)
+
+
+def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows, and how well the model reproduces the calibration itself."""
+    _run(work / "policy", "trainer.num_steps=40", "evaluation.num_prompts=0")
+    for doubled in (False, True):
+        _write_prompts(work / f"prompts-{doubled}.jsonl", doubled=doubled)
+
+    def overrides(doubled: bool, steps: int) -> list[str]:
+        return [
+            f"policy.path={work}/policy/policy",
+            "task.name=dataset",
+            f"task.train_files=[{work}/prompts-{doubled}.jsonl]",
+            "evaluation.num_prompts=0",
+            "training.lr=1e-12",
+            f"trainer.num_steps={steps + WARM_UP_STEPS}",
+            "trainer.max_staleness_steps=4",
+        ]
+
+    _run(work / "calibration", *overrides(False, 10))
+    known = measured(work / "calibration")
+    # How much longer doubled answers are was not predicted: the same factor is asked of the plan.
+    found = []
+    for number, case in enumerate(cases):
+        words = [f"{key}={getattr(value, 'name', value)}" for key, value in case.what_if.keys.items()]
+        _run(work / f"case-{number}", *overrides(case.doubled, num_steps), *words)
+        found.append(measured(work / f"case-{number}"))
+    what_ifs = [
+        WhatIf(
+            keys=case.what_if.keys,
+            lengths=float(run.calls.num_tokens.mean() / known.calls.num_tokens.mean()) if case.doubled else 1.0,
+        )
+        for case, run in zip(cases, found, strict=True)
+    ]
+    planner = Planner(known, num_processes=2)
+    forecasts = planner.forecasts(what_ifs)
+    assert planner.accuracy is not None
+    rows = [
+        {
+            "what": case.what,
+            "predicted_step_s": forecast.step_seconds,
+            "measured_step_s": run.mean("timing/step"),
+            "low_s": forecast.low_seconds,
+            "high_s": forecast.high_seconds,
+            "error": forecast.step_seconds / run.mean("timing/step") - 1,
+        }
+        for case, run, forecast in zip(cases, found, forecasts, strict=True)
+    ]
+    own = {"calibration_step_s": planner.accuracy.measured_seconds, "calibration_error": planner.accuracy.error}
+    return rows, own
+
+
+def main() -> None:
+    """Run it."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=30, help="measured optimizer steps of each case")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this new directory")
+    given = parser.parse_args()
+    cases = [case for case in CASES if not given.quick or case.what in ("the same again", "S = 0")]
+    before = conditions(steps=given.steps)
+    with tempfile.TemporaryDirectory() as work:
+        if given.keep is not None:
+            given.keep.mkdir(parents=True)
+        rows, own = measure((given.keep or Path(work)).resolve(), given.steps, cases)
+    errors = [abs(row["error"]) for row in rows]
+    figures = {
+        **own,
+        "error_median": median(errors),
+        "error_max": max(errors),
+        "covered": sum(row["low_s"] <= row["measured_step_s"] <= row["high_s"] for row in rows) / len(rows),
+        "conditions": before,
+    }
+    report("Predicted and measured seconds per step", figures, rows, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Says how fast a run would be with other engines, another staleness bound, another mini-batch: before they are rented.
+
+uv run -m skyrl_async.plan outputs/RUN                              how well the model of a run reproduces it
+uv run -m skyrl_async.plan outputs/RUN --engines 2,4,8 --staleness 0,1,4,8 --policy wait,allow
+uv run -m skyrl_async.plan outputs/RUN --lengths x2 --mini-batch 32,64 --gpu-hour 2.5
+uv run -m skyrl_async.plan outputs/RUN --budget 24 --gpu-hour 2.5   the best split of 24 devices
+uv run -m skyrl_async.plan --describe cluster.yaml --engines 4,8    of a cluster that nobody has run on
+
+It reads what the run wrote, fits a model of each part, and runs the real trainer over these models in virtual time. Every combination of
+the values given is a row. Ten steps of a run are enough.
+
+Exit codes: 0 done, 2 there is no such run, or what is asked cannot be.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from skyrl_async.config.schema.trainer import StalenessPolicy
+from skyrl_async.errors import ConfigError
+from skyrl_async.plan.description import check_memory, described
+from skyrl_async.plan.findings import findings
+from skyrl_async.plan.forecast import Planner, WhatIf
+from skyrl_async.plan.measured import Measured, measured
+from skyrl_async.plan.model import Model, changed
+from skyrl_async.plan.report import Row, name_of, row_of, sentences, table
+
+_KEYS = {
+    "engines": ("engine.num_engines", int),
+    "tensor_parallel": ("engine.tensor_parallel_size", int),
+    "training_workers": ("training.num_workers", int),
+    "staleness": ("trainer.max_staleness_steps", int),
+    "policy": ("trainer.staleness_policy", str),
+    "mini_batch": ("trainer.policy_mini_batch_size", int),
+}
+"""Option -> key of the configuration, and its type."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="skyrl_async.plan", description="How fast a run would be with other resources."
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("run", type=Path, nargs="?", metavar="RUN", help="directory of a run, such as outputs/RUN")
+    source.add_argument("--describe", type=Path, metavar="FILE", help="a cluster in a YAML file, in place of a run")
+    for option, (key, _) in _KEYS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", metavar="A,B", help=f"values of {key}")
+    parser.add_argument("--lengths", metavar="x2,x4", help="factors of every reply's tokens")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        metavar="N",
+        help="also find the best split of N devices into engines and training workers",
+    )
+    parser.add_argument("--gpu-hour", type=float, metavar="DOLLARS", help="price of a device for an hour")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the table")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="simulations at a time")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    try:
+        _plan(given)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> None:
+    known: Measured | Model = measured(given.run) if given.describe is None else described(given.describe)
+    what_ifs = [WhatIf(), *(one for one in _asked(given) if one.keys or one.lengths != 1)]
+    num_asked = len(what_ifs)
+    for what_if in what_ifs:
+        _check(known, what_if)
+    if given.budget is not None:
+        what_ifs += _splits(known, given.budget)
+    planner = Planner(known, num_processes=given.processes)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating")
+        forecasts = planner.forecasts(what_ifs, lambda done, of: progress.update(task, completed=done, total=of))
+    rows = [row_of(known.config, one, found, given.gpu_hour) for one, found in zip(what_ifs, forecasts, strict=True)]
+    asked, splits = rows[:num_asked], rows[num_asked:]
+    notes = findings(known) if isinstance(known, Measured) else []
+    if given.picture is not None:
+        from skyrl_async.plan.picture import draw
+
+        draw(asked, None if planner.accuracy is None else planner.accuracy.measured_seconds, given.picture)
+    if given.json:
+        sys.stdout.write(f"{json.dumps(_as_json(planner, asked, splits, notes), indent=1)}\n")
+        return
+    for line in _lines(given, planner, asked, splits, notes):
+        sys.stdout.write(f"{line}\n")
+
+
+def _lines(
+    given: argparse.Namespace, planner: Planner, asked: Sequence[Row], splits: Sequence[Row], notes: Sequence[str]
+) -> list[str]:
+    """What is printed."""
+    if planner.accuracy is None:
+        lines = [f"{given.describe}: nothing was measured, so FROM and TO say only how much the lengths vary", ""]
+    else:
+        found = planner.accuracy
+        lines = [
+            f"{given.run}: a step took {found.measured_seconds:.3g} s, and takes {found.forecast.step_seconds:.3g} s in the model of it "
+            f"({found.error:+.0%}). FROM and TO allow for that."
+        ]
+        lines += [*(f"  {note}" for note in notes), ""]
+    lines += [table(asked), "", *sentences(asked)]
+    if splits:
+        best = min(splits, key=lambda row: row.forecast.step_seconds)
+        lines += ["", f"best split of {given.budget} devices: {name_of(best.what_if)}", table(splits)]
+    if any(
+        key in row.what_if.keys
+        for row in (*asked, *splits)
+        for key in ("training.num_workers", "engine.tensor_parallel_size")
+    ):
+        lines += [
+            "",
+            "assumed, because one number of them says nothing of others: training workers and tensor parallelism lose nothing",
+        ]
+    return lines
+
+
+def _as_json(planner: Planner, asked: Sequence[Row], splits: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
+    accuracy = planner.accuracy
+    return {
+        "measured_step_s": None if accuracy is None else accuracy.measured_seconds,
+        "error": None if accuracy is None else accuracy.error,
+        "findings": list(notes),
+        "rows": [row.to_json() for row in asked],
+        "splits": [row.to_json() for row in splits],
+        "sentences": sentences(asked),
+    }
+
+
+def _asked(given: argparse.Namespace) -> list[WhatIf]:
+    """Every combination of the values given. Raises ``ConfigError`` for one that is none."""
+    keys = [key for option, (key, _) in _KEYS.items() if getattr(given, option) is not None]
+    values = [
+        [_value(option, kind, word) for word in getattr(given, option).split(",")]
+        for option, (_, kind) in _KEYS.items()
+        if getattr(given, option) is not None
+    ]
+    factors = [1.0] if given.lengths is None else [_factor(word) for word in given.lengths.split(",")]
+    return [
+        WhatIf(keys=dict(zip(keys, chosen, strict=True)), lengths=factor)
+        for factor in factors
+        for chosen in itertools.product(*values)
+    ]
+
+
+def _value(option: str, kind: type, word: str) -> Any:
+    name = f"--{option.replace('_', '-')}"
+    if kind is str:
+        if word not in StalenessPolicy.__members__:
+            raise ConfigError(f"{name} must be of {', '.join(StalenessPolicy.__members__)}, got {word!r}")
+        return StalenessPolicy[word]
+    least = 0 if option == "staleness" else 1
+    if not word.isdecimal() or int(word) < least:
+        raise ConfigError(f"{name} must be whole numbers >= {least} such as 2,4,8, got {word!r}")
+    return int(word)
+
+
+def _factor(word: str) -> float:
+    try:
+        factor = float(word.removeprefix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise ConfigError(f"--lengths must be factors such as x2,x0.5, got {word!r}")
+    return factor
+
+
+def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
+    """Splits with each power of two of training workers, and engines on the rest, that hold the model."""
+    of_engine = known.config.engine.tensor_parallel_size
+    if num_devices <= of_engine:
+        raise ConfigError(
+            f"--budget must be >= {of_engine + 1}: an engine of {of_engine} and a training worker, got {num_devices}"
+        )
+    found: list[WhatIf] = []
+    refused: ConfigError | None = None
+    for number in (2**power for power in range(num_devices.bit_length()) if num_devices - 2**power >= of_engine):
+        keys = {"engine.num_engines": (num_devices - number) // of_engine, "training.num_workers": number}
+        try:
+            _check(known, WhatIf(keys=keys))
+            found.append(WhatIf(keys=keys))
+        except ConfigError as error:
+            refused = error
+    if refused is not None and not found:
+        raise ConfigError(f"--budget {num_devices}: no split of so many devices holds the model; {refused}")
+    return found
+
+
+def _check(known: Measured | Model, what_if: WhatIf) -> None:
+    """Raise ``ConfigError`` for a what-if that no run could be started with."""
+    config = changed(known.config, what_if.keys)
+    try:
+        config.trainer.__post_init__()
+    except ConfigError as error:
+        raise ConfigError(f"{name_of(what_if)}: {error}") from error
+    if isinstance(known, Model):
+        check_memory(known, config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What in a run makes a forecast of it doubtful: small functions over what was measured, each with the figure that shows it."""
+
+from collections.abc import Iterator
+from statistics import fmean
+
+import numpy as np
+
+from skyrl_async.plan.measured import Measured
+
+_STANDARD_ERRORS = 3.0
+"""By which lengths must differ to have drifted."""
+_DRIFT = 0.2
+_HANG_FACTOR = 10.0
+_HANG_SHARE = 0.1
+_SLOW_ENGINE = 0.8
+_FAILED = 0.01
+
+
+def findings(run: Measured) -> list[str]:
+    """A sentence for each thing found."""
+    return [*_drift(run), *_hanging_environments(run), *_slow_engines(run), *_failures(run)]
+
+
+def _drift(run: Measured) -> Iterator[str]:
+    """Answers get longer or shorter while the policy learns: a forecast is for their mean over the run."""
+    steps, calls = np.unique(run.calls.step), run.calls
+    third = len(steps) // 3
+    first = calls.num_tokens[np.isin(calls.step, steps[:third])]
+    last = calls.num_tokens[np.isin(calls.step, steps[-third:])]
+    if third < 1 or not len(first) or not len(last):
+        return
+    error = float(np.hypot(first.std() / len(first) ** 0.5, last.std() / len(last) ** 0.5))
+    change = float(last.mean() - first.mean())
+    if abs(change) > max(_STANDARD_ERRORS * error, _DRIFT * float(first.mean())):
+        yield (
+            f"lengths drift: {first.mean():.0f} tokens per sample in the first third of the steps, {last.mean():.0f} in the last; "
+            f"the forecast is for {calls.num_tokens.mean():.0f}"
+        )
+
+
+def _hanging_environments(run: Measured) -> Iterator[str]:
+    """A few samples take most of the environments' time."""
+    seconds = run.calls.environment_seconds
+    median = float(np.median(seconds))
+    slow = seconds[(seconds > _HANG_FACTOR * median) & (seconds > run.mean("timing/step"))]
+    if len(slow) and slow.sum() > _HANG_SHARE * seconds.sum():
+        yield (
+            f"environments hang: {len(slow)} of {len(seconds)} samples waited {slow.mean():.1f} s in the mean for theirs, the median "
+            f"{median:.2g} s; they are {slow.sum() / seconds.sum():.0%} of all its time, and how often it happens is known to "
+            f"+-{100 / len(slow) ** 0.5:.0f} %"
+        )
+
+
+def _slow_engines(run: Measured) -> Iterator[str]:
+    """The model has engines of one speed."""
+    speeds: dict[str, list[float]] = {}
+    for step in run.steps:
+        for name, figures in (step.get("engines") or {}).items():
+            if "tokens_per_call_second" in figures:
+                speeds.setdefault(name, []).append(figures["tokens_per_call_second"])
+    means = {name: fmean(found) for name, found in speeds.items()}
+    if len(means) > 1:
+        slowest, fastest = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        if means[slowest] < _SLOW_ENGINE * means[fastest]:
+            yield (
+                f"engines differ: {means[slowest]:.0f} tokens per call and second in {slowest}, {means[fastest]:.0f} in {fastest}: "
+                "the forecast has all of them alike"
+            )
+
+
+def _failures(run: Measured) -> Iterator[str]:
+    """Failed samples are generated and not trained."""
+    if (failed := run.mean("generate/failed_frac")) > _FAILED:
+        yield f"{failed:.0%} of the groups failed; the forecast has none that do"
+    if restarts := run.steps[-1].get("engines/restarts", 0.0) - run.steps[0].get("engines/restarts", 0.0):
+        yield f"engines were restarted {restarts:.0f} times; the forecast has none that die"

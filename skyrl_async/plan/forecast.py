@@ -1,0 +1,197 @@
+"""The real loop in virtual time over a run's model, once as the run was and once for each what-if."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from skyrl_async.config.schema.run import Config
+from skyrl_async.plan.measured import Measured
+from skyrl_async.plan.model import Model, changed, fit, settings_of
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.simulator.run import Simulation, SimulationSettings
+from skyrl_async.types import Group
+
+_NUM_REPLICATES = 4
+_MOST_SAMPLES = 10_000
+"""Of one simulation, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
+_LARGE_STEP = 2_000
+"""Samples of a step from which on two replicates do."""
+_LEAST_STEPS = 12
+_MOST_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """What is asked."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key of the configuration -> value."""
+    lengths: float = 1.0
+    """Factor of every reply's tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the loop does in virtual time: means over replicates, each of which draws the measured steps anew."""
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Two standard deviations of the replicates, and what the model of the run itself is off by, around ``step_seconds``."""
+    trainer_idle_frac: float
+    """Share of a step in which the trainer waits for groups."""
+    engines_idle_frac: float
+    """Share of the time in which an engine has no request."""
+    requests_per_engine: float
+    """Running, in the mean."""
+    staleness_mean: float
+    tokens_per_second: float
+    """Trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """How well the model reproduces the run itself."""
+
+    measured_seconds: float
+    """Mean seconds per step, the first steps left out."""
+    forecast: Forecast
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.forecast.step_seconds / self.measured_seconds - 1
+
+
+class Planner:
+    """Forecasts for one run or described cluster.
+
+    Args:
+        source: a measured run, or a model that somebody described.
+        num_processes: simulations at a time.
+        seed: of everything that is drawn.
+    """
+
+    def __init__(self, source: Measured | Model, *, num_processes: int, seed: int = 0) -> None:
+        self._models = _models(source, seed)
+        self._num_processes = num_processes
+        self._error = 0.0
+        self.accuracy: Accuracy | None = None
+        """None for a described cluster."""
+        self._measured = source.mean("timing/step") if isinstance(source, Measured) else None
+
+    @property
+    def config(self) -> Config:
+        """Of the run."""
+        return self._models[0].config
+
+    def forecasts(
+        self, what_ifs: Sequence[WhatIf], on_progress: Callable[[int, int], object] = lambda done, of: None
+    ) -> list[Forecast]:
+        """One forecast for each; the first call also makes ``accuracy``. ``on_progress`` gets (simulations done, of how many)."""
+        asked = [*([WhatIf()] if self.accuracy is None and self._measured is not None else []), *what_ifs]
+        settings = [
+            replace(_settings(model, what_if), seed=number)
+            for what_if in asked
+            for number, model in enumerate(self._models)
+        ]
+        stages = self._models[0].stages
+        found: list[_Simulated] = []
+        if self._num_processes == 1:
+            for done, run in enumerate(settings, 1):
+                found.append(_simulated(stages, run))
+                on_progress(done, len(settings))
+        else:
+            with ProcessPoolExecutor(self._num_processes, mp_context=get_context("spawn")) as pool:
+                for done, one in enumerate(pool.map(partial(_simulated, stages), settings), 1):
+                    found.append(one)
+                    on_progress(done, len(settings))
+        num = len(self._models)
+        groups = [found[i : i + num] for i in range(0, len(found), num)]
+        if len(groups) > len(what_ifs):
+            assert self._measured is not None
+            self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(groups.pop(0), 0.0))
+            self._error = abs(self.accuracy.error)
+        return [_joined(group, self._error) for group in groups]
+
+
+def _models(source: Measured | Model, seed: int) -> list[Model]:
+    """As many models as replicates; the first of a run is of its steps as they are."""
+    num = 2 if _samples_per_step(source.config) > _LARGE_STEP else _NUM_REPLICATES
+    if isinstance(source, Model):
+        return [source] * num
+    return [fit(source)] + [fit(source, np.random.default_rng([seed, number])) for number in range(1, num)]
+
+
+def _samples_per_step(config: Config) -> int:
+    return config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+
+
+def _settings(model: Model, what_if: WhatIf) -> SimulationSettings:
+    config = changed(model.config, what_if.keys)
+    # A bound makes steps come in waves of S + 1.
+    least = max(_LEAST_STEPS, 3 * (config.trainer.staleness_bound + 1))
+    num_steps = max(least, min(_MOST_STEPS, _MOST_SAMPLES // _samples_per_step(config)))
+    return settings_of(model, config, num_steps=num_steps, lengths=what_if.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    step_seconds: float
+    trainer_idle_frac: float
+    engines_idle_frac: float
+    requests_per_engine: float
+    staleness_mean: float
+    tokens_per_second: float
+
+
+def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Simulated:
+    """Run the loop; its first steps, in which the buffer fills, are left out."""
+
+    def works(policy: ModelledPolicy) -> dict[str, Callable[[Group], Any]]:
+        return {name: partial(_after, seconds) for name, seconds in stages.items()}
+
+    async def main() -> tuple[Simulation, float, float]:
+        simulation = Simulation(settings, prepare_with=works)
+        await simulation.run()
+        engine_seconds = asyncio.get_running_loop().time() * settings.num_engines
+        idle, requests = (
+            sum(getattr(engine, name) for engine in simulation.engines) / engine_seconds
+            for name in ("idle_seconds", "request_seconds")
+        )
+        return simulation, idle, requests
+
+    assert settings.num_steps is not None
+    simulation, engines_idle_frac, requests_per_engine = run_in_virtual_time(main())
+    warm_up = min(2 * (settings.max_staleness_steps + 1), settings.num_steps // 3)
+    steps = [values for step, values in simulation.logged if "timing/step" in values and step > warm_up]
+    seconds = sum(values["timing/step"] for values in steps)
+    return _Simulated(
+        step_seconds=seconds / len(steps),
+        trainer_idle_frac=sum(values.get("timing/wait_for_groups", 0.0) for values in steps) / seconds,
+        engines_idle_frac=engines_idle_frac,
+        requests_per_engine=requests_per_engine,
+        staleness_mean=fmean(values["async/staleness_mean"] for values in steps),
+        tokens_per_second=sum(values["policy/num_tokens"] for values in steps) / seconds,
+    )
+
+
+async def _after(seconds: float, group: Group) -> Group:
+    await asyncio.sleep(seconds)
+    return group
+
+
+def _joined(replicates: Sequence[_Simulated], error: float) -> Forecast:
+    means = {one.name: fmean(getattr(found, one.name) for found in replicates) for one in fields(_Simulated)}
+    seconds = means["step_seconds"]
+    spread = 2 * stdev(one.step_seconds for one in replicates)
+    margin = (spread**2 + (error * seconds) ** 2) ** 0.5
+    return Forecast(**means, low_seconds=max(0.0, seconds - margin), high_seconds=seconds + margin)

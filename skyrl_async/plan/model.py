@@ -1,0 +1,232 @@
+"""A model of each part of a run, fitted to what was measured, and the simulator's settings that follow from it.
+
+    call       seconds = turns * call + slowdown * tokens * (token + load * per_request) + starts * prefill
+    gradients  seconds = slowdown * (group + tokens * token)
+    the rest   means over the steps
+
+``slowdown`` is not fitted: it is how trainer and engines of a laptop take each other's cores (``simulator.shared_machine``), and 1 on
+devices. Every coefficient is found by least squares and none is negative.
+"""
+
+import copy
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_async.config.schema.run import Config
+from skyrl_async.plan.measured import Floats, Measured
+from skyrl_async.simulator.models import Turn
+from skyrl_async.simulator.run import SimulationSettings
+from skyrl_async.types import PauseMode
+
+_PARTS = (
+    "timing/forward_backward",
+    "timing/wait_for_groups",
+    "timing/wait_for_publish",
+    "timing/optimizer_step",
+    "timing/gather",
+)
+"""What a step consists of."""
+_FASTEST = 1e-7
+"""Least seconds per token of a lone request: least squares may find 0."""
+_RIDGE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Seconds of everything that a run does."""
+
+    config: Config
+    """Of the run that was measured, or described."""
+    samples: tuple[tuple[tuple[Turn, ...], ...], ...]
+    """By group, the turns of each sample."""
+    call_seconds: float = 0.0
+    """Of each request, besides its tokens."""
+    token_seconds: float
+    """Of each sampled token, of a request alone in an engine."""
+    token_seconds_per_request: float
+    """What each request that runs in the engine adds to it."""
+    prefill_seconds: float = 0.0
+    """By which a request holds up all that run in its engine when it begins, or continues after an update."""
+    group_seconds: float = 0.0
+    """Forward and backward of a group, besides its tokens."""
+    gradient_seconds: float
+    """Of each token of a row that is trained, its prompt counted."""
+    shared_cores: int | None = None
+    """Cores of the machine that trainer and engines share; None: each has its own devices."""
+    unsampled_tokens: float = 0.0
+    """Of a row: its prompt, and what its environment answered."""
+    step_seconds: float = 0.0
+    """The optimizer step, and what else a step takes."""
+    gather_seconds: float = 0.0
+    send_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    """For which engines stand still at an update."""
+    stages: Mapping[str, float]
+    """Stages between the reward and training: name -> seconds per group."""
+    parameters: float = 0.0
+    """Of a described model; 0: nothing is known of memory."""
+    device_gb: float = 0.0
+    """Memory of a described device."""
+
+
+def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
+    """The run's model. ``rng`` draws its steps anew, with replacement (bootstrap), to tell how sure the model is."""
+    numbers = np.array([step["step"] for step in run.steps])
+    drawn = numbers if rng is None else rng.choice(numbers, len(numbers))
+    steps = {step["step"]: step for step in run.steps}
+
+    def mean(name: str) -> float:
+        return float(np.mean([steps[number].get(name, 0.0) for number in drawn]))
+
+    call, token, per_request, prefill = _engine(run, drawn)
+    group, gradient = _training(run, drawn)
+    return Model(
+        config=run.config,
+        samples=run.samples,
+        call_seconds=call,
+        token_seconds=token,
+        token_seconds_per_request=per_request,
+        prefill_seconds=prefill,
+        group_seconds=group,
+        gradient_seconds=gradient,
+        shared_cores=run.shared_cores,
+        unsampled_tokens=run.unsampled_tokens,
+        step_seconds=mean("timing/optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
+        gather_seconds=mean("timing/gather"),
+        send_seconds=mean("timing/send"),
+        stage_seconds=mean("timing/stage"),
+        pause_seconds=mean("timing/pause"),
+        stages=run.stages,
+    )
+
+
+def _rows_of(steps: NDArray[np.int64], drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices of the entries of each drawn step."""
+    return np.concatenate([np.flatnonzero(steps == number) for number in drawn])
+
+
+def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:
+    """Coefficients of a call's seconds: per turn, token, token and request, start."""
+    calls = run.calls
+    rows = _rows_of(calls.step, drawn)
+    share = calls.training_share[rows]
+    tokens = calls.num_tokens[rows] * (share * run.slowdown(with_training=True) + (1 - share) * run.slowdown())
+    features = np.stack([calls.num_turns[rows], tokens, tokens * calls.load[rows], calls.num_starts[rows]], axis=1)
+    return non_negative_least_squares(features, calls.seconds[rows] - calls.waiting[rows])
+
+
+def _training(run: Measured, drawn: NDArray[np.int64]) -> Floats:
+    """Coefficients of a group's seconds of training: per group, token."""
+    gradients = run.gradients
+    rows = _rows_of(gradients.step, drawn)
+    share = gradients.running_share[rows]
+    slow = share * run.slowdown(with_training=True) + (1 - share)
+    return non_negative_least_squares(
+        np.stack([slow, slow * gradients.num_tokens[rows]], axis=1), gradients.seconds[rows]
+    )
+
+
+def non_negative_least_squares(features: Floats, values: Floats) -> Floats:
+    """The coefficients >= 0 that minimise ``|features @ coefficients - values|``, of at most some ten.
+
+    What the values cannot tell apart gets equal parts: a hundredth of the squares of each feature's mean part counts too (ridge).
+
+    The optimum is the plain least squares over its positive coefficients (Lawson and Hanson, *Solving Least Squares Problems*, chapter
+    23), so the best of all subsets without a negative coefficient is it.
+
+    Args:
+        features: (N, K).
+        values: (N,).
+    """
+    num = features.shape[1]
+    features = np.concatenate([features, np.diag(features.mean(axis=0)) * (_RIDGE * len(values)) ** 0.5])
+    values = np.concatenate([values, np.zeros(num)])
+    best, least = np.zeros(num), float(values @ values)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(range(num), k) for k in range(1, num + 1)):
+        found = np.linalg.lstsq(features[:, chosen], values, rcond=None)[0]
+        left = values - features[:, chosen] @ found
+        if (found >= 0).all() and float(left @ left) < least:
+            best, least = np.zeros(num), float(left @ left)
+            best[list(chosen)] = found
+    return best
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """A copy of the configuration with other values; ``keys`` are dotted."""
+    copied = copy.deepcopy(config)
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        section: Any = copied
+        for one in sections:
+            section = getattr(section, one)
+        setattr(section, name, value)
+    return copied
+
+
+def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float = 1.0) -> SimulationSettings:
+    """The simulation of ``config`` with the model's seconds.
+
+    Data-parallel workers share a group's tokens evenly, and tensor-parallel devices the work of a token, both without loss: nothing that a
+    run with one number of them shows tells how much another loses.
+
+    Args:
+        model: of a run, perhaps with another configuration.
+        config: that is simulated.
+        num_steps: optimizer steps.
+        lengths: factor of every reply's tokens.
+    """
+    trainer, measured = config.trainer, model.config
+    tensor_parallel = measured.engine.tensor_parallel_size / config.engine.tensor_parallel_size
+    data_parallel = measured.training.num_workers / config.training.num_workers
+    token_seconds = max(_FASTEST, model.token_seconds * tensor_parallel)
+    per_request = model.token_seconds_per_request * tensor_parallel
+    samples = model.samples
+    if lengths != 1:
+        samples = tuple(
+            tuple(tuple((max(1, round(n * lengths)), seconds) for n, seconds in turns) for turns in group)
+            for group in samples
+        )
+    return SimulationSettings(
+        mini_batch_size=trainer.policy_mini_batch_size,
+        train_batch_size=trainer.train_batch_size,
+        update_epochs_per_batch=trainer.update_epochs_per_batch,
+        group_size=config.generator.n_samples_per_prompt,
+        max_staleness_steps=trainer.staleness_bound,
+        staleness_policy=trainer.staleness_policy.name,
+        staleness_window_groups=trainer.staleness_window_groups,
+        num_steps=num_steps,
+        num_prompts=4096,
+        num_workers=trainer.max_concurrent_generation_groups(config.num_group_places),
+        count_buffered_as_in_flight=trainer.count_buffered_as_in_flight,
+        num_engines=config.engine.num_engines,
+        oldest_weight=config.engine.oldest_request_weight,
+        tokens_per_second=1 / token_seconds,
+        half_speed_requests=token_seconds / per_request if per_request else 1e12,
+        max_num_seqs=config.engine.max_num_seqs,
+        prefill_seconds=model.prefill_seconds * tensor_parallel,
+        known_samples=samples,
+        call_seconds=model.call_seconds,
+        shared_cores=model.shared_cores,
+        block_tokens=1024,
+        seconds_per_group=model.group_seconds,
+        prompt_tokens=model.unsampled_tokens,
+        seconds_per_token=model.gradient_seconds * data_parallel,
+        step_seconds=model.step_seconds,
+        gather_seconds=model.gather_seconds,
+        send_seconds=model.send_seconds,
+        stage_seconds=model.stage_seconds,
+        load_seconds=model.pause_seconds,
+        double_buffer=config.weight_sync.double_buffer,
+        publish_every_steps=trainer.publish_every_steps,
+        pause_mode=PauseMode(config.engine.pause_mode.name),
+        is_one_step_off=trainer.schedule.name == "one_step_off",
+        stream_mini_batch=trainer.stream_mini_batch is not False and not trainer.algorithm.advantage_batch_normalize,
+        eval_before_train=False,
+        eval_at_end=False,
+    )

@@ -1,0 +1,166 @@
+"""Forecasts as a table and sentences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from skyrl_async.config.schema.run import Config
+from skyrl_async.plan.forecast import Forecast, WhatIf
+from skyrl_async.plan.model import changed
+
+_SAME_SPEED = 0.05
+"""Difference in speed that is said to be none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One what-if and its forecast."""
+
+    what_if: WhatIf
+    forecast: Forecast
+    num_devices: int
+    dollars: float | None
+    """For 1,000 steps; None without a price."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        names = Forecast.__dataclass_fields__
+        return {
+            "keys": dict(self.what_if.keys),
+            "lengths": self.what_if.lengths,
+            **{name: getattr(self.forecast, name) for name in names},
+            "num_devices": self.num_devices,
+            "dollars_per_1000_steps": self.dollars,
+        }
+
+
+def num_devices(config: Config) -> int:
+    """Devices of engines and of all workers that train or score; those of stages that share devices are counted for each."""
+    training = config.training
+    others = (training.num_ref_workers, training.num_logp_workers)
+    return config.engine.num_engines * config.engine.tensor_parallel_size + training.num_workers + sum(others)
+
+
+def row_of(config: Config, what_if: WhatIf, forecast: Forecast, gpu_hour: float | None) -> Row:
+    """A row of the table. ``gpu_hour``: dollars per device and hour."""
+    devices = num_devices(changed(config, what_if.keys))
+    dollars = None if gpu_hour is None else 1000 * forecast.step_seconds / 3600 * devices * gpu_hour
+    return Row(what_if=what_if, forecast=forecast, num_devices=devices, dollars=dollars)
+
+
+SHORT = {
+    "engine.num_engines": "engines",
+    "engine.tensor_parallel_size": "tensor parallel",
+    "training.num_workers": "training workers",
+    "trainer.max_staleness_steps": "S",
+    "trainer.staleness_policy": "policy",
+    "trainer.policy_mini_batch_size": "mini-batch",
+}
+
+
+def name_of(what_if: WhatIf) -> str:
+    """Such as ``engines 4, S 2``."""
+    parts = [f"{SHORT.get(key, key)} {getattr(value, 'name', value)}" for key, value in what_if.keys.items()]
+    return ", ".join(parts + ([f"lengths x{what_if.lengths:g}"] if what_if.lengths != 1 else [])) or "as it is"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per row."""
+    heads = [
+        "WHAT",
+        "STEP S",
+        "FROM",
+        "TO",
+        "TRAINER IDLE",
+        "ENGINES IDLE",
+        "REQUESTS",
+        "STALENESS",
+        "TOKENS/S",
+        "DEVICES",
+        "$/1000 STEPS",
+    ]
+    lines = [heads]
+    for row in rows:
+        found = row.forecast
+        lines.append(
+            [
+                name_of(row.what_if),
+                *(f"{seconds:.3g}" for seconds in (found.step_seconds, found.low_seconds, found.high_seconds)),
+                *(f"{share:.0%}" for share in (found.trainer_idle_frac, found.engines_idle_frac)),
+                f"{found.requests_per_engine:.0f}",
+                f"{found.staleness_mean:.1f}",
+                f"{found.tokens_per_second:,.0f}",
+                str(row.num_devices),
+                "-" if row.dollars is None else f"{row.dollars:,.2f}",
+            ]
+        )
+    if all(row.dollars is None for row in rows):
+        lines = [line[:-1] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """What the table says: which side binds as it is, what more engines gain, which staleness is enough."""
+    found = [_what_binds(rows[0].forecast)]
+    for key in ("engine.num_engines", "training.num_workers"):
+        for rest, of_rest in _by_the_rest(rows, key):
+            found += [_gain(key, rest, fewer, more) for fewer, more in pairwise(of_rest)]
+    key = "trainer.max_staleness_steps"
+    for rest, of_rest in _by_the_rest(rows, key):
+        best = min(row.forecast.step_seconds for row in of_rest)
+        enough = next(row for row in of_rest if row.forecast.step_seconds * (1 - _SAME_SPEED) <= best)
+        if enough is not of_rest[-1]:
+            share = best / enough.forecast.step_seconds
+            found.append(
+                f"S = {enough.what_if.keys[key]}{_with(rest)} has {share:.0%} of the speed of the fastest of these bounds"
+            )
+    return found
+
+
+def _what_binds(found: Forecast) -> str:
+    trainer, engines = (
+        f"the trainer is idle for {found.trainer_idle_frac:.0%} of the time",
+        f"engines for {found.engines_idle_frac:.0%}",
+    )
+    if found.trainer_idle_frac <= _SAME_SPEED:
+        return f"training binds: as it is, {trainer}, {engines}"
+    if found.engines_idle_frac <= 4 * _SAME_SPEED:
+        return f"generation binds: as it is, {trainer}, {engines}"
+    return f"the staleness bound binds, by the longest answers: as it is, {trainer}, {engines}"
+
+
+def _gain(key: str, rest: WhatIf, fewer: Row, more: Row) -> str:
+    """What more of something gains and costs."""
+    gain = fewer.forecast.step_seconds / more.forecast.step_seconds - 1
+    cost = more.num_devices * more.forecast.step_seconds / (fewer.num_devices * fewer.forecast.step_seconds) - 1
+    margin = (more.forecast.high_seconds - more.forecast.low_seconds) / 2 / more.forecast.step_seconds
+    change = f"{fewer.what_if.keys[key]} -> {more.what_if.keys[key]} {SHORT[key]}{_with(rest)}"
+    doubt = " (within the error)" if abs(gain) < margin else ""
+    return f"{change}: {gain:+.0%} speed{doubt}, and a step is {abs(cost):.0%} {'dearer' if cost > 0 else 'cheaper'}"
+
+
+def _with(rest: WhatIf) -> str:
+    return f" with {name_of(rest)}" if rest.keys or rest.lengths != 1 else ""
+
+
+def _by_the_rest(rows: Sequence[Row], key: str) -> list[tuple[WhatIf, list[Row]]]:
+    """Rows that differ in ``key`` alone, in the order of its values, and what they have in common."""
+    found: list[tuple[WhatIf, list[Row]]] = []
+    for row in rows:
+        if key in row.what_if.keys:
+            others = {name: value for name, value in row.what_if.keys.items() if name != key}
+            rest = replace(row.what_if, keys=others)
+            same = next((some for one, some in found if one == rest), None)
+            if same is None:
+                found.append((rest, [row]))
+            else:
+                same.append(row)
+    return [(rest, sorted(some, key=lambda row: row.what_if.keys[key])) for rest, some in found]

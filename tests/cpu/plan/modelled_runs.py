@@ -1,0 +1,42 @@
+"""Runs of the real loop in virtual time that leave the files of a run: what is planted in them is known exactly."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.config.load import to_yaml
+from skyrl_async.metrics.trace import Trace
+from skyrl_async.plan.model import changed
+from skyrl_async.record.files import DIRECTORY
+from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.run import Simulation, SimulationSettings, _config
+
+
+def recorded(
+    settings: SimulationSettings, run_dir: Path, edit: Callable[[dict[str, Any]], object] = lambda row: None
+) -> list[dict[str, float]]:
+    """Run ``settings`` and write config.yaml, metrics.jsonl, samples/ and trace/. ``edit`` changes each step's row. Returns the rows."""
+
+    async def main() -> list[dict[str, Any]]:
+        trace = Trace(run_dir / "trace", asyncio.get_running_loop().time)
+        record = SampleRecord(run_dir / DIRECTORY)
+        simulation = Simulation(settings, trace=trace, record=record)
+        await simulation.run()
+        trace.close()
+        record.close()
+        rows: dict[int, dict[str, Any]] = {}
+        for step, values in simulation.logged:
+            rows.setdefault(step, {"step": step}).update(values)
+        return list(rows.values())
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = changed(_config(settings, 0), {"engine.max_num_seqs": settings.max_num_seqs or 64})
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    rows = run_in_virtual_time(main())
+    for row in rows:
+        edit(row)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows

@@ -1,0 +1,115 @@
+"""What the plan's engines and trainer do that others do not: prefill, places, a shared machine."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from skyrl_async.columns import token_ids
+from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, SharedMachine, slowdown
+from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, Trajectory
+
+TOKENS = 100
+
+
+def engine(**settings: object) -> ModelledEngine:
+    """100 tokens in one second, however many requests there are."""
+    given: dict[str, object] = {"tokens_per_second": 100.0, "half_speed_requests": 1e12, **settings}
+    return ModelledEngine("engine-0", num_tokens_of=lambda prompt, seed: TOKENS, **given)  # type: ignore[arg-type]
+
+
+def request(number: int, priority: int = 0) -> EngineRequest:
+    return EngineRequest(
+        request_id=f"r{number}",
+        prompt_token_ids=token_ids([number]),
+        sampling=SamplingParams(max_tokens=1000),
+        priority=priority,
+    )
+
+
+async def ends(engine: ModelledEngine, requests: Sequence[EngineRequest]) -> list[float]:
+    """When each of them is complete."""
+
+    async def end_of(one: EngineRequest) -> float:
+        await engine.generate(one)
+        return round(asyncio.get_running_loop().time(), 6)
+
+    return await asyncio.gather(*map(end_of, requests))
+
+
+def test_a_prefill_holds_up_every_request_of_its_engine() -> None:
+    requests = [request(i) for i in range(3)]
+    assert run_in_virtual_time(ends(engine(prefill_seconds=0.5), requests)) == [2.5, 2.5, 2.5]
+
+
+def test_a_request_that_is_continued_is_prefilled_again_and_one_that_is_gone_is_not() -> None:
+    async def main() -> float:
+        one = engine(prefill_seconds=0.5)
+        first = asyncio.create_task(one.generate(request(0)))
+        await asyncio.sleep(0.25)
+        await one.pause(PauseMode.ABORT)
+        assert not len((await first).token_ids)
+        await one.resume()
+        await one.generate(request(1))
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == pytest.approx(0.25 + 0.5 + 1.0)
+
+
+def test_requests_without_a_place_wait_and_the_oldest_gets_the_next_one() -> None:
+    requests = [request(0, priority=5), request(1, priority=9), request(2, priority=7)]
+    assert run_in_virtual_time(ends(engine(max_num_seqs=1), requests)) == [1.0, 3.0, 2.0]
+
+
+def test_a_request_that_is_ended_while_it_waits_has_no_tokens_and_frees_no_place() -> None:
+    async def main() -> tuple[int, list[float]]:
+        one = engine(max_num_seqs=1)
+        running = asyncio.create_task(ends(one, [request(0)]))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(one.generate(request(1)))
+        await asyncio.sleep(0.5)
+        await one.evict(["r1"])
+        output = await waiting
+        return len(output.token_ids), [*await running, *await ends(one, [request(2)])]
+
+    assert run_in_virtual_time(main()) == (0, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "engine_end", "training_end"), [(8, 1.0, 1.0), (1, ENGINE_CORES + 1.2, ENGINE_CORES + 1.2)]
+)
+def test_trainer_and_engine_of_one_machine_take_each_other_s_cores(
+    num_cores: int, engine_end: float, training_end: float
+) -> None:
+    row = Trajectory(
+        prompt_token_ids=token_ids([1]),
+        response_token_ids=token_ids(range(TOKENS)),
+        loss_mask=np.ones(TOKENS, np.bool_),
+        logprobs=np.zeros(TOKENS, np.float32),
+        versions=None,  # type: ignore[arg-type]
+        reward=0.0,
+    )
+
+    async def main() -> tuple[float, float]:
+        machine = SharedMachine(num_cores)
+        one = engine(machine=machine)
+        policy = ModelledPolicy(seconds_per_token=0.01, machine=machine)
+
+        async def train() -> float:
+            await asyncio.sleep(0)  # the engine begins
+            await policy.forward_backward([row], [1.0], 0)
+            return asyncio.get_running_loop().time()
+
+        training = asyncio.create_task(train())
+        return (await ends(one, [request(0)]))[0], await training
+
+    assert run_in_virtual_time(main()) == pytest.approx((engine_end, training_end))
+
+
+def test_computations_that_find_cores_do_not_slow_each_other_down() -> None:
+    assert slowdown(TRAINING_CORES + ENGINE_CORES, 8) == 1
+    assert slowdown(0, 1) == 1
+    assert slowdown(TRAINING_CORES + 2 * ENGINE_CORES, 2) > slowdown(TRAINING_CORES + ENGINE_CORES, 2) > 1

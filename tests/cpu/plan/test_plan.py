@@ -1,0 +1,269 @@
+"""Runs of the real loop with planted figures leave their files; the plan reads these alone."""
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_async.config.schema.trainer import StalenessPolicy
+from skyrl_async.errors import ConfigError
+from skyrl_async.plan.__main__ import main
+from skyrl_async.plan.description import described
+from skyrl_async.plan.findings import findings
+from skyrl_async.plan.forecast import Planner, WhatIf
+from skyrl_async.plan.measured import measured, waiting_seconds
+from skyrl_async.plan.model import fit, non_negative_least_squares
+from skyrl_async.simulator.models import Turn
+from skyrl_async.simulator.run import SimulationSettings
+from tests.cpu.plan.modelled_runs import recorded
+
+ROOT = Path(__file__).parents[3]
+
+
+def known_samples(
+    seed: int = 0, seconds: Callable[[int], float] = lambda group: 0.0
+) -> tuple[tuple[tuple[Turn, ...], ...], ...]:
+    """Answers of 10 to 230 tokens; those to one prompt are alike."""
+    rng = random.Random(seed)
+    means = [rng.randrange(10, 200) for _ in range(60)]
+    return tuple(tuple(((mean + rng.randrange(30), seconds(i)),) for _ in range(6)) for i, mean in enumerate(means))
+
+
+PLANTED = SimulationSettings(
+    mini_batch_size=8,
+    group_size=4,
+    num_steps=26,
+    num_prompts=400,
+    num_workers=24,
+    num_engines=1,
+    max_staleness_steps=2,
+    tokens_per_second=500.0,
+    half_speed_requests=60.0,
+    max_num_seqs=64,
+    prefill_seconds=0.002,
+    call_seconds=0.05,
+    known_samples=known_samples(),
+    seconds_per_token=2e-4,
+    seconds_per_group=0.01,
+    step_seconds=0.05,
+    gather_seconds=0.005,
+    send_seconds=0.01,
+    stage_seconds=0.02,
+    load_seconds=0.02,
+    shared_cores=os.cpu_count(),  # as the plan of a run on CPUs assumes
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plan") / "run"
+    recorded(PLANTED, directory)
+    return directory
+
+
+def step_seconds(settings: SimulationSettings, directory: Path) -> float:
+    """Of the loop itself, warm."""
+    rows = recorded(settings, directory)
+    return fmean(row["timing/step"] for row in rows if "timing/step" in row and row["step"] > 12)
+
+
+def test_what_the_trainer_and_a_publish_take_is_found(run_dir: Path) -> None:
+    run = measured(run_dir)
+    found, tokens = fit(run), float(run.gradients.num_tokens.mean())
+    assert found.group_seconds + tokens * found.gradient_seconds == pytest.approx(
+        PLANTED.seconds_per_group + tokens * PLANTED.seconds_per_token, rel=0.05
+    )
+    for name in ("step_seconds", "gather_seconds", "send_seconds", "stage_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(PLANTED, name), rel=0.05), name
+    assert found.pause_seconds == pytest.approx(PLANTED.load_seconds, rel=0.05)
+
+
+def test_a_token_takes_what_it_took_at_the_loads_that_there_were(run_dir: Path) -> None:
+    run = measured(run_dir)
+    found, load = fit(run), float(run.calls.load.mean())
+    per_token = found.token_seconds + load * found.token_seconds_per_request
+    assert per_token == pytest.approx((1 + load / PLANTED.half_speed_requests) / PLANTED.tokens_per_second, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({}, {}),
+        ({"trainer.max_staleness_steps": 0}, {"max_staleness_steps": 0, "num_workers": 8}),
+        ({"trainer.max_staleness_steps": 6}, {"max_staleness_steps": 6}),
+        ({"engine.num_engines": 3}, {"num_engines": 3}),
+        ({"trainer.staleness_policy": StalenessPolicy.allow}, {"staleness_policy": "allow"}),
+    ],
+)
+def test_a_forecast_is_what_the_loop_then_takes(
+    run_dir: Path, tmp_path: Path, keys: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    planner = Planner(measured(run_dir), num_processes=1)
+    (found,) = planner.forecasts([WhatIf(keys=keys)])
+    truth = step_seconds(replace(PLANTED, num_steps=60, seed=3, **settings), tmp_path / "run")
+    assert found.step_seconds == pytest.approx(truth, rel=0.1)
+    assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.1
+
+
+@pytest.mark.slow
+def test_twice_the_lengths_take_what_they_take(run_dir: Path, tmp_path: Path) -> None:
+    (found,) = Planner(measured(run_dir), num_processes=1).forecasts([WhatIf(lengths=2.0)])
+    doubled = tuple(tuple(tuple((2 * n, s) for n, s in turns) for turns in group) for group in PLANTED.known_samples)
+    truth = step_seconds(replace(PLANTED, num_steps=60, known_samples=doubled), tmp_path / "run")
+    assert found.step_seconds == pytest.approx(truth, rel=0.1)
+
+
+@given(
+    values=st.lists(st.floats(-5, 5), min_size=6, max_size=6),
+    features=st.lists(st.lists(st.floats(0, 3), min_size=3, max_size=3), min_size=6, max_size=6),
+)
+def test_least_squares_without_a_negative_coefficient_cannot_be_improved(
+    values: list[float], features: list[list[float]]
+) -> None:
+    x, y = np.array(features), np.array(values)
+    found = non_negative_least_squares(x, y)
+
+    def cost(w: np.ndarray) -> float:
+        return float(((x @ w - y) ** 2).sum() + 0.01 * len(y) * ((w * x.mean(axis=0)) ** 2).sum())
+
+    assert (found >= 0).all()
+    for index in range(3):
+        for change in (-1e-3, 1e-3):
+            other = found.copy()
+            other[index] = max(0.0, other[index] + change)
+            assert cost(found) <= cost(other) + 1e-6
+
+
+def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None:
+    begin, end = np.array([0.0, 0.0, 1.0]), np.array([4.0, 9.0, 6.0])
+    order, places = np.array([0.0, 2.0, 1.0]), np.ones(3)
+    # One place: the first has it until 4, the third, which is older than the second, until 6.
+    assert waiting_seconds(begin, end, order, np.array([]), places, capacity=1).tolist() == [0.0, 6.0, 3.0]
+    # An update at 5 gives all places anew, to the same.
+    assert waiting_seconds(begin, end, order, np.array([5.0]), places, capacity=1).tolist() == [0.0, 6.0, 3.0]
+    assert waiting_seconds(begin, end, order, np.array([]), places, capacity=2).tolist() == [0.0, 0.0, 3.0]
+
+
+def test_a_steady_run_has_no_findings(run_dir: Path) -> None:
+    assert findings(measured(run_dir)) == []
+
+
+def test_lengths_that_drift_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recorded(PLANTED, run)
+    known = measured(run)
+    half = known.calls.step > np.median(known.calls.step)
+    longer = replace(known.calls, num_tokens=known.calls.num_tokens * np.where(half, 2.0, 1.0))
+    (said,) = findings(replace(known, calls=longer))
+    assert said.startswith("lengths drift: ")
+
+
+def test_environments_that_hang_are_named(tmp_path: Path) -> None:
+    hanging = known_samples(seconds=lambda group: 30.0 if group == 7 else 0.1)
+    recorded(replace(PLANTED, known_samples=hanging), tmp_path / "run")
+    run = measured(tmp_path / "run")
+    # The simulator's turns end with their environment, which its record does not tell apart: as the record of a real run would.
+    environment = np.where(run.calls.seconds > 25, 30.0, 0.1)
+    (said,) = findings(replace(run, calls=replace(run.calls, environment_seconds=environment)))
+    assert said.startswith("environments hang: ") and "30.0 s" in said
+
+
+def test_engines_of_different_speeds_are_named(tmp_path: Path) -> None:
+    def slow_one(row: dict[str, Any]) -> None:
+        row["engines"] = {f"engine-{i}": {"tokens_per_call_second": speed} for i, speed in enumerate((100.0, 60.0))}
+
+    recorded(PLANTED, tmp_path / "run", edit=slow_one)
+    (said,) = findings(measured(tmp_path / "run"))
+    assert said.startswith("engines differ: 60 tokens per call and second in engine-1, 100 in engine-0")
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_what_it_says(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--engines", "1,2", "--staleness", "2", "--gpu-hour", "2.5", "--processes", "1"]
+    assert main([str(run_dir), *options, "--picture", str(tmp_path / "plan.png")]) == 0
+    said = capsys.readouterr().out
+    assert "in the model of it" in said and "1 -> 2 engines with S 2: " in said
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert main([str(run_dir), *options, "--json", "--budget", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["keys"] for row in found["rows"]][1:] == [
+        {"engine.num_engines": n, "trainer.max_staleness_steps": 2} for n in (1, 2)
+    ]
+    first = found["rows"][0]
+    assert first["low_seconds"] <= first["step_seconds"] <= first["high_seconds"]
+    assert first["dollars_per_1000_steps"] == pytest.approx(1000 * first["step_seconds"] / 3600 * 2 * 2.5)
+    assert [row["num_devices"] for row in found["splits"]] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing"], "missing must be the directory of a run"),
+        (["RUN", "--staleness=-1"], "--staleness must be whole numbers >= 0"),
+        (["RUN", "--engines", "0"], "--engines must be whole numbers >= 1"),
+        (["RUN", "--policy", "waits"], "--policy must be of wait, "),
+        (["RUN", "--lengths", "xtwo"], "--lengths must be factors such as x2,x0.5, got 'xtwo'"),
+        (["RUN", "--budget", "1"], "--budget must be >= 2"),
+        (["RUN", "--mini-batch", "32"], "mini-batch 32: "),
+        (
+            ["--describe", "LARGE", "--budget", "6"],
+            "--budget 6: no split of so many devices holds the model; num_workers must be",
+        ),
+        (["--describe", "missing.yaml"], "missing.yaml describes no cluster"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    run_dir: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"RUN": str(run_dir), "LARGE": str(ROOT / "examples" / "plan" / "cluster_64.yaml")}
+    assert main([files.get(word, word) for word in arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        text = (run_dir / name).read_text()
+        (tmp_path / name).write_text(text if name == "config.yaml" else "".join(text.splitlines(keepends=True)[:3]))
+    with pytest.raises(ConfigError, match="a forecast needs 10"):
+        measured(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("parameters: 70e9\n", r"tensor_parallel_size must be >= 2, got 1: the weights in an engine take 140 GB"),
+        ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
+        ("num_engine: 4\n", r"describes no cluster: .*num_engine"),
+        ("lengths: {mean_tokens: -1}\n", r"lengths.mean_tokens must be >= 1"),
+        ("staleness_policy: waits\n", r"describes no cluster: .*waits"),
+        ("num_engines: {\n", "describes no cluster"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        described(tmp_path / "cluster.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "plan").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_describes_a_cluster_that_holds_its_model(path: Path) -> None:
+    model = described(path)
+    devices = (
+        model.config.engine.num_engines * model.config.engine.tensor_parallel_size + model.config.training.num_workers
+    )
+    assert path.stem == f"cluster_{devices}"
+    lengths = [sum(n for n, _ in turns) for group in model.samples for turns in group]
+    assert math.isfinite(fmean(lengths)) and fmean(lengths) > 100
