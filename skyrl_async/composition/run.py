@@ -12,6 +12,7 @@ from pathlib import Path
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import require_critic
 from skyrl_async.composition.algorithms import check_algorithm
+from skyrl_async.composition.autoscale import autoscaled
 from skyrl_async.composition.closing import ClosingStack
 from skyrl_async.composition.control import controlled
 from skyrl_async.composition.data import (
@@ -114,6 +115,7 @@ async def started_parts(
             fleet=fleet,
         )
         await stack.enter_async_context(controlled(run_dir, fleet, parts.engines))
+        await stack.enter_async_context(autoscaled(run_dir, fleet, config.engine))
         yield parts
 
 

@@ -3,13 +3,14 @@
 overrides, group choices, yaml file ──> compose_config ──> load ──> Config, or one ConfigError for all mistakes
 """
 
+import copy
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ def load(cfg: DictConfig) -> Config:
 def from_overrides(*overrides: str) -> Config:
     """The checked config that command-line overrides give: ``from_overrides("task=relay", "trainer.seed=3")``."""
     return load(compose_config(overrides))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """A copy of the configuration with other values; ``keys`` are dotted."""
+    copied = copy.deepcopy(config)
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        section: Any = copied
+        for one in sections:
+            section = getattr(section, one)
+        setattr(section, name, value)
+    return copied
 
 
 def to_yaml(config: Config) -> str:

@@ -24,13 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from skyrl_async.config.load import changed
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.description import check_memory, described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf
 from skyrl_async.plan.measured import Measured, measured
-from skyrl_async.plan.model import Model, changed
+from skyrl_async.plan.model import Model
 from skyrl_async.plan.report import Row, name_of, row_of, sentences, table
 
 _KEYS = {

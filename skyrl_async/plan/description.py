@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from skyrl_async.config.load import changed
 from skyrl_async.config.schema.fields import bounded, check_bounds
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError
-from skyrl_async.plan.model import Model, changed
+from skyrl_async.plan.model import Model
 
 _NUM_GROUPS = 512
 """Groups whose lengths are drawn."""

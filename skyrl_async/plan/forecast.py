@@ -1,7 +1,8 @@
 """The real loop in virtual time over a run's model, once as the run was and once for each what-if."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
 from skyrl_async.plan.measured import Measured
-from skyrl_async.plan.model import Model, changed, fit, settings_of
+from skyrl_async.plan.model import Model, fit, settings_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
@@ -83,7 +85,6 @@ class Planner:
     def __init__(self, source: Measured | Model, *, num_processes: int, seed: int = 0) -> None:
         self._models = _models(source, seed)
         self._num_processes = num_processes
-        self._error = 0.0
         self.accuracy: Accuracy | None = None
         """None for a described cluster."""
         self._measured = source.mean("timing/step") if isinstance(source, Measured) else None
@@ -96,31 +97,41 @@ class Planner:
     def forecasts(
         self, what_ifs: Sequence[WhatIf], on_progress: Callable[[int, int], object] = lambda done, of: None
     ) -> list[Forecast]:
-        """One forecast for each; the first call also makes ``accuracy``. ``on_progress`` gets (simulations done, of how many)."""
-        asked = [*([WhatIf()] if self.accuracy is None and self._measured is not None else []), *what_ifs]
+        """One forecast for each, equal ones simulated once; also makes ``accuracy``. ``on_progress`` gets (simulations done, of all)."""
+        asked = [self._simplified(one) for one in what_ifs]
+        unique: list[WhatIf] = [WhatIf()]
+        unique += [one for number, one in enumerate(asked) if one not in (WhatIf(), *asked[:number])]
         settings = [
             replace(_settings(model, what_if), seed=number)
-            for what_if in asked
+            for what_if in unique
             for number, model in enumerate(self._models)
         ]
-        stages = self._models[0].stages
-        found: list[_Simulated] = []
-        if self._num_processes == 1:
-            for done, run in enumerate(settings, 1):
-                found.append(_simulated(stages, run))
-                on_progress(done, len(settings))
-        else:
-            with ProcessPoolExecutor(self._num_processes, mp_context=get_context("spawn")) as pool:
-                for done, one in enumerate(pool.map(partial(_simulated, stages), settings), 1):
-                    found.append(one)
-                    on_progress(done, len(settings))
+        found = self._simulate(settings, on_progress)
         num = len(self._models)
-        groups = [found[i : i + num] for i in range(0, len(found), num)]
-        if len(groups) > len(what_ifs):
-            assert self._measured is not None
-            self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(groups.pop(0), 0.0))
-            self._error = abs(self.accuracy.error)
-        return [_joined(group, self._error) for group in groups]
+        replicates = [found[i : i + num] for i in range(0, len(found), num)]
+        if self._measured is not None:
+            self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(replicates[0], 0.0))
+        error = 0.0 if self.accuracy is None else abs(self.accuracy.error)
+        return [_joined(replicates[unique.index(one)], error) for one in asked]
+
+    def _simplified(self, what_if: WhatIf) -> WhatIf:
+        """The same without what is so already."""
+        keys = what_if.keys.items()
+        return replace(what_if, keys={key: value for key, value in keys if value_of(self.config, key) != value})
+
+    def _simulate(
+        self, settings: Sequence[SimulationSettings], on_progress: Callable[[int, int], object]
+    ) -> "list[_Simulated]":
+        simulate, found = partial(_simulated, self._models[0].stages), list[_Simulated]()
+        with contextlib.ExitStack() as stack:
+            results: Iterable[_Simulated] = map(simulate, settings)
+            if self._num_processes > 1:
+                pool = ProcessPoolExecutor(self._num_processes, mp_context=get_context("spawn"))
+                results = stack.enter_context(pool).map(simulate, settings)
+            for done, one in enumerate(results, 1):
+                found.append(one)
+                on_progress(done, len(settings))
+        return found
 
 
 def _models(source: Measured | Model, seed: int) -> list[Model]:

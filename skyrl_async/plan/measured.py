@@ -7,6 +7,7 @@
 Times are seconds since the run's trace began.
 """
 
+import itertools
 import os
 from bisect import insort
 from collections import defaultdict
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.config.load import built, compose_config
+from skyrl_async.config.load import built, changed, compose_config
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config
@@ -120,13 +121,17 @@ def measured(run_dir: Path) -> Measured:
         raise ConfigError(f"{run_dir} must be the directory of a run, such as outputs/RUN: it has no config.yaml")
     config = built(compose_config([], config_file))
     steps = _steps(run_dir / "metrics.jsonl")
+    num_engines = int(steps[-1].get("engines/serving", 0) if steps else 0) or config.engine.num_engines
+    newest = list(itertools.takewhile(lambda s: s.get("engines/serving", num_engines) == num_engines, reversed(steps)))
     least = MIN_STEPS + WARM_UP_STEPS
-    if len(steps) < least:
+    if len(newest) < least:
+        since = "" if len(newest) == len(steps) else f" since it has {num_engines} engines"
         raise ConfigError(
-            f"{run_dir} has {len(steps)} steps, and a forecast needs {least}, the first {WARM_UP_STEPS} of which are left out: "
-            "let it run on"
+            f"{run_dir} has {len(newest)} steps{since}, and a forecast needs {least}, the first {WARM_UP_STEPS} of which are left "
+            "out: let it run on"
         )
-    steps = steps[WARM_UP_STEPS:]
+    config = changed(config, {"engine.num_engines": num_engines})
+    steps = newest[::-1][WARM_UP_STEPS:]
     spans = list(read_spans(run_dir))
     rows = _rows(run_dir)
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}

@@ -8,11 +8,9 @@
 devices. Every coefficient is found by least squares and none is negative.
 """
 
-import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,18 +153,6 @@ def non_negative_least_squares(features: Floats, values: Floats) -> Floats:
             best, least = np.zeros(num), float(left @ left)
             best[list(chosen)] = found
     return best
-
-
-def changed(config: Config, keys: Mapping[str, Any]) -> Config:
-    """A copy of the configuration with other values; ``keys`` are dotted."""
-    copied = copy.deepcopy(config)
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        section: Any = copied
-        for one in sections:
-            section = getattr(section, one)
-        setattr(section, name, value)
-    return copied
 
 
 def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float = 1.0) -> SimulationSettings:

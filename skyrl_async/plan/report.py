@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from skyrl_async.config.load import changed
 from skyrl_async.config.schema.run import Config
 from skyrl_async.plan.forecast import Forecast, WhatIf
-from skyrl_async.plan.model import changed
 
 _SAME_SPEED = 0.05
 """Difference in speed that is said to be none."""

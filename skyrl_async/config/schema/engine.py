@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from skyrl_async.config.schema.fields import Device, bounded, check_heartbeat
+from skyrl_async.config.schema.fields import Device, bounded, check_heartbeat, require
 
 PauseModeName = StrEnum("PauseModeName", ["abort", "keep"])
+Autoscale = StrEnum("Autoscale", ["none", "plan"])
 EngineBackend = StrEnum("EngineBackend", ["vllm", "deterministic"])
 
 
@@ -55,6 +56,16 @@ class EngineConfig:
     """Wait before a dead engine is started anew; doubled, to a minute at most, at each death in a row."""
     no_engine_timeout_s: float = bounded(900.0, gt=0)
     """With no engine left, generation and training wait so long for one to come back; then the run ends, with a checkpoint."""
+    autoscale: Autoscale = Autoscale.none
+    """plan: every autoscale_interval_s the run is planned (skyrl_async.plan) from its newest steps with one engine more and one fewer. One
+    is added for a gain of a tenth that is surer than the plan's error, and removed where that loses at most a fiftieth; twice in a row.
+    """
+    min_engines: int | None = bounded(None, ge=1)
+    """Fewest engines that autoscale leaves; null: 1."""
+    max_engines: int | None = bounded(None, ge=1)
+    """Most engines that autoscale starts; null: as many as serve, so that none is added."""
+    autoscale_interval_s: float = bounded(300.0, gt=0)
+    """Seconds between two plans."""
     stream_interval: int = bounded(10, ge=1)
     """Tokens per streamed block."""
     pause_mode: PauseModeName = PauseModeName.abort
@@ -64,3 +75,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_heartbeat("engine", self.heartbeat_interval_s, self.heartbeat_timeout_s)
+        least, most = self.min_engines or 1, self.max_engines or self.num_engines
+        require(
+            least <= self.num_engines <= most,
+            "engine.num_engines",
+            f"from min_engines to max_engines ({least} to {most})",
+            self.num_engines,
+        )
+        if self.autoscale is not Autoscale.none:
+            require(
+                self.backend is EngineBackend.vllm,
+                "engine.backend",
+                "vllm with engine.autoscale=plan",
+                self.backend.name,
+            )

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.config.load import to_yaml
+from skyrl_async.config.load import changed, to_yaml
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.plan.model import changed
 from skyrl_async.record.files import DIRECTORY
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.clock import run_in_virtual_time

@@ -1,0 +1,139 @@
+"""Adds or removes an engine of a run where its own plan says that it gains.
+
+    every autoscale_interval_s: newest steps ──skyrl_async.plan, a process of its own──> step seconds with n - 1, n, n + 1 engines
+                                                        ──rule, twice the same──> Fleet.add_engine or remove_engine
+
+The rule adds an engine for a gain that is larger than the plan's error, and removes one that nobody would miss. What it takes to add one
+is far more than what it takes to keep one, and a wish must come twice, so that it does not go to and fro. The staleness bound holds with
+any number of engines.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_async.config.schema.engine import Autoscale, EngineConfig
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
+from skyrl_async.inference.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+ADD_GAIN = 0.1
+"""Least gain in speed for which an engine is added."""
+KEEP_GAIN = 0.02
+"""Least loss of speed for which one is kept."""
+_NICENESS = 10
+
+Steps = Mapping[int, tuple[float, float]]
+"""Engines -> seconds of a step, and by how much they may be wrong."""
+Plan = Callable[[Path, list[int]], Awaitable[Steps]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the rule would do, and why."""
+
+    change: int
+    """+1, -1 or 0 engines."""
+    reason: str
+
+
+def wish(steps: Steps, num_engines: int) -> Wish:
+    """Apply the rule; numbers of engines that are not allowed are missing in ``steps``."""
+    now, error = steps[num_engines]
+    if num_engines + 1 in steps:
+        more, more_error = steps[num_engines + 1]
+        gain, doubt = now / more - 1, max(error, more_error) / more
+        if gain >= max(ADD_GAIN, doubt):
+            return Wish(1, f"{num_engines + 1} engines would gain {gain:.0%} (known to {doubt:.0%})")
+    if num_engines - 1 in steps:
+        loss = steps[num_engines - 1][0] / now - 1
+        if loss <= KEEP_GAIN:
+            return Wish(-1, f"{num_engines - 1} engines would lose {loss:.0%}")
+    return Wish(0, f"{num_engines} engines are neither too few nor too many")
+
+
+@contextlib.asynccontextmanager
+async def autoscaled(
+    run_dir: Path, fleet: Fleet | None, config: EngineConfig, plan: Plan | None = None
+) -> AsyncIterator[None]:
+    """Follow the rule while the block runs, if ``engine.autoscale`` says so. ``plan``: None asks ``skyrl_async.plan``."""
+    if fleet is None or config.autoscale is Autoscale.none:
+        yield
+        return
+    following = asyncio.create_task(follow(run_dir, fleet, config, plan or planned), name="autoscale")
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
+async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) -> None:
+    """Follow the rule for ever. What fails is logged, and tried again at the next interval."""
+    last = 0
+    while True:
+        await asyncio.sleep(config.autoscale_interval_s)
+        num_engines = len(fleet.client.engines)
+        allowed = range(config.min_engines or 1, (config.max_engines or num_engines) + 1)
+        asked = [
+            number for number in range(num_engines - 1, num_engines + 2) if number == num_engines or number in allowed
+        ]
+        try:
+            found = wish(await plan(run_dir, asked), num_engines)
+            is_confirmed = found.change != 0 and found.change == last
+            last = 0 if is_confirmed else found.change
+            if is_confirmed:
+                logger.warning("engine.autoscale: %s, as the plan before said; %s", found.reason, _words(found.change))
+                await _change(fleet, found.change)
+            else:
+                logger.info("engine.autoscale: %s", found.reason)
+        except SkyRLAsyncError as error:
+            last = 0
+            logger.info("engine.autoscale: nothing is changed: %s", error)
+
+
+def _words(change: int) -> str:
+    return "one is added" if change > 0 else "one is removed"
+
+
+async def _change(fleet: Fleet, change: int) -> None:
+    if change > 0:
+        await fleet.add_engine()
+        return
+    *_, newest = (row["name"] for row in fleet.rows() if row["serving"])
+    await fleet.remove_engine(newest)
+
+
+async def planned(run_dir: Path, numbers: list[int]) -> Steps:
+    """Ask ``skyrl_async.plan`` in a process of little priority. Raises ``ConfigError`` where the run is too young, or cannot be planned."""
+    command = (sys.executable, "-m", "skyrl_async.plan", str(run_dir), "--engines", ",".join(map(str, numbers)))
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--json",
+        "--processes=1",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: os.nice(_NICENESS),
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise ConfigError(errors.decode(errors="replace").strip() or f"the plan ended with {process.returncode}")
+    rows: list[dict[str, Any]] = json.loads(output)["rows"]
+    return {
+        row["keys"]["engine.num_engines"]: (row["step_seconds"], (row["high_seconds"] - row["low_seconds"]) / 2)
+        for row in rows
+        if row["keys"]
+    }

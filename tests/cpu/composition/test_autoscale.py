@@ -1,0 +1,126 @@
+"""The rule that adds and removes engines: its wishes, and what it does over time with a scripted plan and fleet (stand-ins)."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_async.composition.autoscale import Steps, follow, planned, wish
+from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema.engine import Autoscale, EngineConfig
+from skyrl_async.errors import ConfigError, EngineStartError
+from skyrl_async.simulator.clock import run_in_virtual_time
+
+
+@pytest.mark.parametrize(
+    ("steps", "change"),
+    [
+        pytest.param({2: (1.0, 0.02), 3: (0.8, 0.02), 1: (1.9, 0.02)}, 1, id="a large gain adds one"),
+        pytest.param({2: (1.0, 0.2), 3: (0.8, 0.3), 1: (1.9, 0.2)}, 0, id="a gain within the plan's error adds none"),
+        pytest.param({2: (1.0, 0.01), 3: (0.95, 0.01), 1: (1.3, 0.01)}, 0, id="a small gain adds none"),
+        pytest.param({2: (1.0, 0.01), 3: (1.0, 0.01), 1: (1.01, 0.01)}, -1, id="one that nobody would miss is removed"),
+        pytest.param({2: (1.0, 0.01)}, 0, id="at the bounds nothing is done"),
+    ],
+)
+def test_the_rule_adds_for_a_sure_gain_and_removes_what_gains_nothing(steps: Steps, change: int) -> None:
+    assert wish(steps, 2).change == change
+
+
+def test_an_engine_that_was_added_for_its_gain_is_not_removed_by_the_same_figures() -> None:
+    steps = {1: (1.0, 0.0), 2: (1 / 1.1001, 0.0)}
+    assert wish(steps, 1).change == 1 and wish(steps, 2).change == 0
+
+
+class FakeFleet:
+    """Engines by name."""
+
+    def __init__(self, num: int, *, fails: bool = False) -> None:
+        self.names = [f"engine-{i}" for i in range(num)]
+        self.client = SimpleNamespace(engines=self.names)
+        self.fails = fails
+        self.log: list[tuple[float, str]] = []
+
+    def _note(self, what: str) -> None:
+        self.log.append((asyncio.get_running_loop().time(), what))
+
+    async def add_engine(self) -> str:
+        self._note("add")
+        if self.fails:
+            raise EngineStartError("no room")
+        self.names.append(f"engine-{len(self.names)}")
+        return self.names[-1]
+
+    async def remove_engine(self, name: str) -> None:
+        self._note(f"remove {name}")
+        self.names.remove(name)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"name": name, "serving": name} for name in self.names]
+
+
+def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **settings: Any) -> list[tuple[float, str]]:
+    """What happens to the fleet where so many engines take so many seconds."""
+    config = EngineConfig(num_engines=len(fleet.names), autoscale=Autoscale.plan, autoscale_interval_s=10.0, **settings)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        return {number: (seconds[number], 0.0) for number in numbers}
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(until):
+                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
+
+    run_in_virtual_time(main())
+    return fleet.log
+
+
+SATURATING = {1: 4.0, 2: 2.0, 3: 1.4, 4: 1.35, 5: 1.35}
+
+
+def test_engines_are_added_up_to_where_they_gain_each_after_two_plans() -> None:
+    assert followed(FakeFleet(1), SATURATING, until=200, max_engines=5) == [(20.0, "add"), (40.0, "add")]
+
+
+def test_engines_are_removed_down_to_where_they_are_missed_the_newest_first() -> None:
+    log = followed(FakeFleet(5), SATURATING, until=200)
+    assert log == [(20.0, "remove engine-4")]
+    assert followed(FakeFleet(5), dict.fromkeys(range(7), 1.0), until=200, min_engines=3) == [
+        (20.0, "remove engine-4"),
+        (40.0, "remove engine-3"),
+    ]
+
+
+def test_it_never_leaves_the_bounds() -> None:
+    assert followed(FakeFleet(2), SATURATING, until=100, max_engines=2) == []
+    assert followed(FakeFleet(1), dict.fromkeys(range(4), 1.0), until=100) == []
+
+
+def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() -> None:
+    assert followed(FakeFleet(1, fails=True), SATURATING, until=65, max_engines=2) == [
+        (20.0, "add"),
+        (40.0, "add"),
+        (60.0, "add"),
+    ]
+
+
+def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be the directory of a run"):
+        asyncio.run(planned(tmp_path, [1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.min_engines=3"], r"engine.num_engines must be from min_engines to max_engines \(3 to 1\), got 1"),
+        (["engine.num_engines=3", "engine.max_engines=2"], r"\(1 to 2\), got 3"),
+        (
+            ["engine.autoscale=plan", "engine.backend=deterministic"],
+            "engine.backend must be vllm with engine.autoscale=plan",
+        ),
+    ],
+)
+def test_bounds_that_the_engines_do_not_fit_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_overrides(*overrides)
