@@ -52,12 +52,15 @@ def wish(steps: Steps, num_engines: int) -> Wish:
         more, more_error = steps[num_engines + 1]
         gain, doubt = now / more - 1, max(error, more_error) / more
         if gain >= max(ADD_GAIN, doubt):
-            return Wish(1, f"{num_engines + 1} engines would gain {gain:.0%} (known to {doubt:.0%})")
+            return Wish(
+                1,
+                f"with {num_engines + 1} engines a step would take {more:.3g} s, not {now:.3g} (known to {doubt:.0%})",
+            )
     if num_engines - 1 in steps:
-        loss = steps[num_engines - 1][0] / now - 1
-        if loss <= KEEP_GAIN:
-            return Wish(-1, f"{num_engines - 1} engines would lose {loss:.0%}")
-    return Wish(0, f"{num_engines} engines are neither too few nor too many")
+        fewer = steps[num_engines - 1][0]
+        if fewer <= now * (1 + KEEP_GAIN):
+            return Wish(-1, f"with {num_engines - 1} a step would take {fewer:.3g} s, not {now:.3g}")
+    return Wish(0, f"{num_engines} are neither too few nor too many")
 
 
 @contextlib.asynccontextmanager

@@ -55,6 +55,9 @@ def main() -> int:
         "--roles", nargs="*", choices=[role.name for role in Role], default=[role.name for role in Role]
     )
     parser.add_argument(
+        "--market", action="store_true", help="engines of the real run also leave with a warning, and others come"
+    )
+    parser.add_argument(
         "--dir",
         type=Path,
         help="keep the run here, a directory that is made; else it is kept, and said where, when something was not survived",
@@ -91,6 +94,7 @@ def _attack(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         roles=[Role[name] for name in arguments.roles],
         generator=arguments.generator,
         interrupt_every=arguments.interrupt_every,
+        has_market=arguments.market,
         overrides=arguments.overrides,
     )
     before = conditions(seed=arguments.seed, roles=arguments.roles)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_async.engines.__main__ import ask
+from skyrl_async.errors import InferenceError
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from tests.chaos.attacked_run import AttackedRun, Ending, Role
@@ -41,6 +43,7 @@ _BOOT_TIMEOUT_S = 600.0
 _RECOVERY_TIMEOUT_S = 600.0
 _MAX_DELAY_S = 3.0
 _TRAINER_FROZEN_S = 3.0
+_MOST_ENGINES = 3
 _STEPS_AFTER = MAX_STALENESS_STEPS + 3
 """Steps that a run must complete after a fault to have survived it: more than it has groups for."""
 
@@ -76,6 +79,7 @@ class Attack:
         generator: one of ``GENERATORS``; None: of ``DRAWN_GENERATORS``, by the seed.
         interrupt_every: one of so many faults in a row, drawn by the seed, is followed by Ctrl-C, and by another kill while the run comes
             up again; 0: none. A trainer that was killed cannot be interrupted.
+        has_market: before each fault an engine leaves with a warning, or another one comes: removed and added over the control socket.
         overrides: further ones for the run.
     """
 
@@ -88,6 +92,7 @@ class Attack:
         kinds: Sequence[str] = KINDS,
         generator: str | None = None,
         interrupt_every: int = INTERRUPT_EVERY,
+        has_market: bool = False,
         overrides: Sequence[str] = (),
     ) -> None:
         self._rng = random.Random(seed)
@@ -95,6 +100,9 @@ class Attack:
         self._boots = random.Random(f"boots-{seed}")
         self._boot_roles = [role for role in roles if role in BOOTING and "killed" in kinds]
         self._interrupt_every = interrupt_every
+        self._market = random.Random(f"market-{seed}") if has_market else None
+        self.num_traded: dict[str, int] = {"add": 0, "remove": 0}
+        """Engines that came, and that left with a warning."""
         self.generator = generator or random.Random(f"generator-{seed}").choice(DRAWN_GENERATORS)
         self.ending: Ending | None = None
         """What the last Ctrl-C left; None before that."""
@@ -146,6 +154,7 @@ class Attack:
         return chosen[:num_faults]
 
     def _attack(self, role: Role, is_freeze: bool, is_interrupted: bool) -> Fault:
+        self._trade()
         time.sleep(self._rng.uniform(0, _MAX_DELAY_S))
         victim = self._strike(role, signal.SIGSTOP if is_freeze else signal.SIGKILL)
         step, started = self._run.step, time.monotonic()
@@ -184,6 +193,20 @@ class Attack:
             killed_coming_up=coming_up,
             problems=problems,
         )
+
+    def _trade(self) -> None:
+        """An engine comes or leaves, whichever can be and the seed draws; the last one that serves stays."""
+        if self._market is None:
+            return
+        try:
+            serving = [row["name"] for row in ask(self._run_dir, action="list") if row["serving"]]
+            can = ["add"] * (len(serving) < _MOST_ENGINES) + ["remove"] * (len(serving) > 1)
+            action = self._market.choice(can)
+            ask(self._run_dir, action=action, name=self._market.choice(serving))
+            self.num_traded[action] += 1
+            logger.info("the market: %s, with %s serving before", action, ", ".join(serving))
+        except InferenceError as error:
+            logger.info("the market: %s", error)
 
     def _kill_coming_up(self) -> Role | None:
         """Kill a process of a run that boots, soon after it appears; its role, None where none may be killed."""

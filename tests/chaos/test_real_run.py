@@ -50,3 +50,14 @@ def test_ctrl_c_upon_a_frozen_engine_leaves_nothing_and_the_run_is_resumed(tmp_p
     assert fault.is_interrupted and fault.survived and fault.problems == {}
     assert attack.ending is not None and attack.ending.problems() == {}
     assert attack.unsaved_steps == 0 and attack.audit().problems() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_leave_with_and_without_a_warning_and_others_come(tmp_path: Path) -> None:
+    attack = Attack(tmp_path, seed=1, roles=(Role.engine,), kinds=("killed",), interrupt_every=0, has_market=True)
+    faults = list(attack.run(3))
+    assert all(fault.survived for fault in faults) and [fault.problems for fault in faults] == [{}] * 3
+    assert attack.num_traded["add"] and attack.num_traded["remove"]
+    assert attack.audit().problems() == {} and attack.unsaved_steps == 0
+    assert attack.ending is not None and attack.ending.problems() == {}
