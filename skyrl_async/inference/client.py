@@ -94,7 +94,6 @@ class InferenceEngineClient:
         self._request_numbers = itertools.count()
         self._tracked: dict[GenerationState, str] = {}
         """The running generations that a checkpoint reads -> their ids."""
-        self.policy_version = 0
         self._turns = Turns()
         self._counts = {"requests": 0, "tokens": 0, "abandoned_tokens": 0, "aborts": 0, "engine_failures": 0}
 
@@ -102,6 +101,11 @@ class InferenceEngineClient:
     def engines(self) -> tuple[InferenceEngine, ...]:
         """The engines known to be alive."""
         return self.pool.engines
+
+    @property
+    def policy_version(self) -> int:
+        """The newest that was published to the engines, or that tokens came from."""
+        return self.pool.policy_version
 
     @property
     def deadlines(self) -> Deadlines:
@@ -137,7 +141,6 @@ class InferenceEngineClient:
         sampling: SamplingParams,
         prompt_token_ids: Sequence[int] | TokenIds | None = None,
         messages: Sequence[Message] | None = None,
-        session_id: str | None = None,
     ) -> Completion:
         """Sample one completion of token ids or of chat messages (exactly one of the two).
 
@@ -151,7 +154,7 @@ class InferenceEngineClient:
                     "this client was made without a chat renderer: give prompt_token_ids instead of messages"
                 )
             prompt_token_ids = self._renderer.render(list(messages or ()))
-        return await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id)
+        return await self.generate_tokens(prompt_token_ids, sampling)
 
     async def generate_tokens(
         self,
@@ -162,7 +165,7 @@ class InferenceEngineClient:
         priority: int = 0,
         generation: OpenGeneration | None = None,
     ) -> Completion:
-        """Sample one completion; see ``rollout.sampler.Sampler``."""
+        """Sample one completion; see ``rollout.sampler.Sampler``. Its prompt says to which engine it goes, whatever its session."""
         request = self._request(prompt_token_ids, sampling, priority)
         is_long, is_resumable = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS, sampling.is_resumable
         streams = bool(sampling.stop) or (self._carries_tokens and is_resumable and is_long)
@@ -175,7 +178,7 @@ class InferenceEngineClient:
                 begin, generation.partial_output = generation.begin, state.partial_output
                 self._tracked[state] = request.request_id
             try:
-                async for _ in self._blocks(request, state, text, session_id, begin, streams=streams):
+                async for _ in self._blocks(request, state, text, begin, streams=streams):
                     pass
             finally:
                 self._tracked.pop(state, None)
@@ -215,7 +218,7 @@ class InferenceEngineClient:
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Sample one completion in blocks; see ``rollout.sampler.Sampler``."""
         if not sampling.is_resumable:
-            whole = await self.generate_tokens(prompt_token_ids, sampling, session_id=session_id, priority=priority)
+            whole = await self.generate_tokens(prompt_token_ids, sampling, priority=priority)
             in_one_block = fields_of(whole)
             del in_one_block["prompt_token_ids"]
             yield CompletionDelta(**in_one_block)
@@ -223,7 +226,7 @@ class InferenceEngineClient:
         state = GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
-        async with aclosing(self._blocks(request, state, text, session_id, NOTHING_SAMPLED, streams=True)) as blocks:
+        async with aclosing(self._blocks(request, state, text, NOTHING_SAMPLED, streams=True)) as blocks:
             async for block in blocks:
                 is_last = block.finish_reason is not None
                 if not len(block.token_ids) and not is_last:
@@ -269,7 +272,6 @@ class InferenceEngineClient:
         request: EngineRequest,
         state: GenerationState,
         text: CompletionText,
-        session_id: str | None,
         begin: EngineOutput,
         *,
         streams: bool,
@@ -282,7 +284,7 @@ class InferenceEngineClient:
             if len(begin.token_ids):
                 yield _until_stop_string(begin, state, text)
             while (rest := state.next_call(request)) is not None:
-                async with aclosing(self._call(rest, state, request.request_id, session_id, streams=streams)) as blocks:
+                async with aclosing(self._call(rest, state, request.request_id, streams=streams)) as blocks:
                     async for block in blocks:
                         state.add(block)
                         # Many may come at once. An aborted call is still in its slot, so that the placement knows it.
@@ -312,7 +314,6 @@ class InferenceEngineClient:
         request: EngineRequest,
         state: GenerationState,
         generation_id: str,
-        session_id: str | None,
         *,
         streams: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
@@ -320,7 +321,7 @@ class InferenceEngineClient:
         await self.pool.wait_for_engine()
         before, clock = state.engine_seconds, asyncio.get_running_loop().time
         began = clock()
-        slot = self.pool.begin_call(session_id, generation_id, request, began)
+        slot = self.pool.begin_call(generation_id, request)
         report_engine(slot.engine.name)
         state.engines[slot.engine.name] = None
         try:
@@ -332,8 +333,8 @@ class InferenceEngineClient:
                     if block is None:
                         return
                     state.engine_seconds = before + clock() - began
-                    self.policy_version = max(self.policy_version, *block.versions.distinct, 0)
-                    slot.num_tokens += len(block.token_ids)
+                    newest = max(block.versions.distinct, default=0)
+                    self.pool.note_sampled(slot, len(block.token_ids), newest)
                     yield block
         except EngineDeadError as error:
             self.drop_engine(slot.engine, error)

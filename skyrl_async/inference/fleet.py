@@ -249,6 +249,7 @@ class Fleet:
             "engines/serving": float(len(self.client.engines)),
             "engines/restarts": float(sum(life.num_restarts for life in self.lives.values())),
             "engines/heartbeats_missed": float(sum(life.num_missed for life in self.lives.values())),
+            **self.client.pool.load_statistics(),
         }
 
     def engine_joined(self, engine: InferenceEngine) -> None:
@@ -311,9 +312,13 @@ class Fleet:
     async def _check_heartbeats(self, member: _Member) -> None:
         """Ask for heartbeats until one is not answered, which means the engine's death."""
         life, timeout_s = member.life, self.config.heartbeat_timeout_s
+
+        async def ping() -> None:
+            self.client.pool.report_load(member.engine.name, await member.engine.ping())
+
         heartbeat = Heartbeat(interval_s=self.config.heartbeat_interval_s, timeout_s=timeout_s)
         try:
-            await until_silent(member.engine.ping, heartbeat, on_answer=life.answer, on_missed=life.miss)
+            await until_silent(ping, heartbeat, on_answer=life.answer, on_missed=life.miss)
         except EngineDeadError as error:
             member.report_death(str(error))
         else:

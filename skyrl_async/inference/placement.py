@@ -7,15 +7,21 @@ policy the oldest groups are masked, dropped or too old. So every engine gets th
 an old request weighs more: the oldest share an engine with few others. Requests move at weight updates, when keys and values are computed
 anew in any case. Of a priority only this is known: smaller is older.
 
-A new request goes to the engine to which it was moved, else to its session's, else to the one with the least weight, then with the fewest
-sessions.
+A new request goes to the engine to which it was moved, else to the cheapest. It slows down itself and all others in an engine, by its share
+of every step and by the prefill of its tokens that are not cached there: an engine where n run costs ``(1 + n) (SHARE_TOKENS + uncached)``.
+So a turn of a session follows the turns before it, and the samples of a group each other, until another engine is so much emptier that it
+pays to compute the prefix there; a weight update leaves nothing cached and makes every move free. Sessions need no names.
 """
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_async.inference.prefix_index import Prefixes, PrefixIndex, prefixes_of
 from skyrl_async.types import EngineRequest
+
+SHARE_TOKENS = 512
+"""Tokens whose prefill costs an engine's requests as much as one more request beside them does, by ``benchmarks/routing.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,58 +44,12 @@ def default_oldest_weight(max_staleness_steps: int, *, is_waited_for: bool) -> f
     return 1.5 * (max_staleness_steps + 1) if is_waited_for else 2.0
 
 
-class Sessions:
-    """The engine of each session's last request, where its prefix is cached.
-
-    Args:
-        max_sessions: sessions remembered; past it the least recently used is forgotten.
-        max_idle_s: a session whose last request began longer ago is forgotten, since some clients never say that one ends. An hour is
-            longer than a turn takes.
-    """
-
-    def __init__(self, *, max_sessions: int = 100_000, max_idle_s: float = 3600.0) -> None:
-        self._engines: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """Session -> engine and time of the last request, least recently used first."""
-        self.num_in: defaultdict[str, int] = defaultdict(int)
-        """Engine -> sessions remembered of it."""
-        self._max_sessions = max_sessions
-        self._max_idle_s = max_idle_s
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def engine_of(self, session_id: str | None, now: float) -> str | None:
-        """The session's engine, unless it is forgotten. ``now``: seconds, never decreasing."""
-        while self._engines and now - next(iter(self._engines.values()))[1] > self._max_idle_s:
-            self.end(next(iter(self._engines)))
-        found = None if session_id is None else self._engines.get(session_id)
-        return None if found is None else found[0]
-
-    def remember(self, session_id: str, engine: str, now: float) -> None:
-        """The session's last request goes to ``engine``."""
-        self.end(session_id)
-        self._engines[session_id] = (engine, now)
-        self.num_in[engine] += 1
-        if len(self._engines) > self._max_sessions:
-            self.end(next(iter(self._engines)))
-
-    def end(self, session_id: str) -> None:
-        """Forget a session. Idempotent; unknown ones are fine."""
-        if found := self._engines.pop(session_id, None):
-            self.num_in[found[0]] -= 1
-
-    def forget(self, engine: str) -> None:
-        """Forget the sessions of an engine that is gone."""
-        if self.num_in.pop(engine, 0):
-            for session_id in [one for one, (name, _) in self._engines.items() if name == engine]:
-                del self._engines[session_id]
-
-
 @dataclass(slots=True)
 class _Running:
     call: EngineRequest
     engine: str
     weight: float
+    prefixes: Prefixes
 
 
 class Placement:
@@ -101,7 +61,7 @@ class Placement:
 
     def __init__(self, settings: PlacementSettings | None = None) -> None:
         self._settings = settings
-        self.sessions = Sessions()
+        self.caches = PrefixIndex()
         self._running: dict[str, _Running] = {}
         self._weights: defaultdict[str, float] = defaultdict(float)
         self._newest = 0
@@ -126,27 +86,43 @@ class Placement:
         """Add to an engine's weight, rounded as weights are, so that equal sums compare equal."""
         self._weights[engine] = round(self.load(engine) + weight, 6)
 
-    def choose(self, engines: Collection[str], generation_id: str, session_id: str | None, now: float) -> str:
-        """The engine of a generation's next call, out of at least one; also its session's from then on."""
-        session_engine = self.sessions.engine_of(session_id, now)
-        engine = self._wanted.pop(generation_id, None)
+    def choose(self, engines: Mapping[str, object], generation_id: str, call: EngineRequest) -> str:
+        """The engine of a generation's next call, out of at least one. It runs there from now on."""
+        prefixes = prefixes_of(call.prompt_token_ids)
+        engine = self._wanted.pop(generation_id, "")
         if engine not in engines:
-            engine = session_engine
-        if engine is None or engine not in engines:
-            least = min(map(self._weights.__getitem__, engines))
-            emptiest = [one for one in engines if self._weights[one] == least]
-            engine = min(emptiest, key=self.sessions.num_in.__getitem__)
-        if session_id is not None:
-            self.sessions.remember(session_id, engine, now)
+            engine = self._cheapest(engines, len(call.prompt_token_ids), prefixes)
+        self.start(generation_id, call, engine, prefixes)
         return engine
 
-    def start(self, generation_id: str, call: EngineRequest, engine: str) -> None:
+    def _cheapest(self, engines: Mapping[str, object], num_tokens: int, prefixes: Prefixes) -> str:
+        """Of the engine with the least weight, of these with the fewest cached blocks, and those with the longest cached prefix."""
+        least = min(map(self._weights.__getitem__, engines))
+        emptiest = min((one for one in engines if self._weights[one] == least), key=self.caches.num_blocks)
+        num_cached, holders = self.caches.longest(prefixes)
+        best, price = emptiest, self._price(emptiest, num_tokens - self.caches.num_cached(emptiest, prefixes))
+        for engine in holders:
+            if engine in engines and (found := self._price(engine, num_tokens - num_cached)) < price:
+                best, price = engine, found
+        return best
+
+    def _price(self, engine: str, num_uncached: int) -> float:
+        return (1 + self.load(engine)) * (SHARE_TOKENS + num_uncached)
+
+    def start(self, generation_id: str, call: EngineRequest, engine: str, prefixes: Prefixes = ()) -> None:
         """A generation runs in ``engine`` from now on."""
         self._newest = max(self._newest, call.priority)
-        running = _Running(call, engine, self.weight_of(call.priority))
+        running = _Running(call, engine, self.weight_of(call.priority), prefixes)
         self._running[generation_id] = running
         self._add(engine, running.weight)
         self._num_started += call.num_sampled_tokens == 0
+        self.caches.add(engine, prefixes)
+
+    def weights_updated(self) -> None:
+        """All that engines had cached is gone, but for what running calls compute anew."""
+        self.caches.clear()
+        for running in self._running.values():
+            self.caches.add(running.engine, running.prefixes)
 
     def end(self, generation_id: str) -> None:
         """The generation has ended, or left its engine."""
@@ -161,6 +137,7 @@ class Placement:
     def forget(self, engine: str) -> None:
         """The engine is gone, and its last request has ended."""
         self._weights.pop(engine, None)
+        self.caches.forget(engine)
 
     def rearrange(self, engines: Sequence[str]) -> Mapping[str, Sequence[str]]:
         """Engine -> its calls to end, so that they continue in another engine. Called at a weight update.

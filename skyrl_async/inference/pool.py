@@ -13,7 +13,7 @@ from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
 from skyrl_async.inference.placement import Placement, PlacementSettings
-from skyrl_async.inference.protocol import CutOff, InferenceEngine
+from skyrl_async.inference.protocol import CutOff, EngineLoad, InferenceEngine
 from skyrl_async.runtime.outages import Deadlines
 from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import EngineRequest
@@ -52,6 +52,8 @@ class EngineSlot:
         """Sampled in calls, of this client and of those that ``count_call`` knows."""
         self.call_seconds = 0.0
         """Seconds of these calls that have ended, added up."""
+        self.load = self.load_before = EngineLoad()
+        """What the engine said last, and before that."""
 
 
 class EnginePool:
@@ -79,6 +81,8 @@ class EnginePool:
         self._changes = Changes()
         self.unavailable_reason: str | None = None
         """Why nobody should wait for an engine; None while one may come."""
+        self.policy_version = 0
+        """The newest version that a call has got tokens of."""
         self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
         self.speeds: dict[str, float] = {}
@@ -101,16 +105,18 @@ class EnginePool:
         """Whether a call of this client's is open in an engine that takes requests."""
         return any(slot.num_calls for slot in self._slots.values())
 
-    def begin_call(self, session_id: str | None, generation_id: str, request: EngineRequest, now: float) -> EngineSlot:
-        """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``.
-
-        ``now``: seconds of the running loop.
-        """
-        name = self._placement.choose(self._slots, generation_id, session_id, now)
-        slot = self._slots[name]
-        self._placement.start(generation_id, request, name)
+    def begin_call(self, generation_id: str, request: EngineRequest) -> EngineSlot:
+        """The slot for one call of a generation, right after ``wait_for_engine`` has returned; see ``Placement.choose``."""
+        slot = self._slots[self._placement.choose(self._slots, generation_id, request)]
         slot.num_calls += 1
         return slot
+
+    def note_sampled(self, slot: EngineSlot, num_tokens: int, version: int) -> None:
+        """A call in ``slot`` has got tokens, the newest sampled under ``version``. Engines change versions together."""
+        slot.num_tokens += num_tokens
+        if version > self.policy_version:
+            self.policy_version = version
+            self._placement.weights_updated()
 
     def end_call(self, slot: EngineSlot, generation_id: str, seconds: float) -> None:
         """The generation's call has ended, after so many seconds."""
@@ -124,13 +130,10 @@ class EnginePool:
         """Name of the engine in which the generation has an open call; None while it has none."""
         return self._placement.engine_of(generation_id)
 
-    def end_session(self, session_id: str) -> None:
-        """A session sends nothing more. Idempotent."""
-        self._placement.sessions.end(session_id)
-
     def rearrange(self) -> Mapping[str, Sequence[str]]:
         """Engine -> its requests to evict, which then continue in another. Called at every weight update, while engines are paused;
         see ``Placement.rearrange``."""
+        self._placement.weights_updated()
         return self._placement.rearrange(tuple(self._slots))
 
     async def wait_for_engine(self) -> None:
@@ -201,15 +204,36 @@ class EnginePool:
                 self._add(engine)
 
     def statistics(self) -> dict[str, float]:
-        """Engines, sessions with an engine, and requests running: in all, and on the emptiest and the fullest engine."""
+        """Engines, and requests running: in all, and on the emptiest and the fullest engine."""
         loads = [slot.num_calls for slot in self._slots.values()] or [0]
         return {
             "engines": float(len(self._slots)),
-            "routed_sessions": float(len(self._placement.sessions)),
             "running_requests": float(sum(loads)),
             "min_running_requests": float(min(loads)),
             "max_running_requests": float(max(loads)),
         }
+
+    def report_load(self, name: str, load: EngineLoad) -> None:
+        """An engine has answered a heartbeat."""
+        if (slot := self._slots.get(name)) is not None:
+            slot.load_before, slot.load = slot.load, load
+
+    def load_statistics(self) -> dict[str, float]:
+        """Of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.
+
+        The hit fraction is missing where no prompt came meanwhile.
+        """
+        slots = self._slots.values()
+        num_prompt_tokens = sum(slot.load.num_prompt_tokens - slot.load_before.num_prompt_tokens for slot in slots)
+        num_cached_tokens = sum(slot.load.num_cached_tokens - slot.load_before.num_cached_tokens for slot in slots)
+        found = {
+            "engines/cache_use": sum(slot.load.cache_use for slot in slots) / max(1, len(slots)),
+            "engines/preemptions": float(sum(slot.load.num_preemptions for slot in slots)),
+            "engines/waiting_requests": float(sum(slot.load.num_waiting for slot in slots)),
+        }
+        if num_prompt_tokens:
+            found["engines/prefix_hit_frac"] = num_cached_tokens / num_prompt_tokens
+        return found
 
     def count_call(self, name: str, num_tokens: int, seconds: float) -> None:
         """Count what another client of these engines has called, such as one in a process of the endpoint."""
@@ -234,9 +258,8 @@ class EnginePool:
         self._notify()
 
     def _take_out(self, name: str) -> EngineSlot:
-        """Send nothing more to an engine; its requests may end later, and its sessions go elsewhere."""
+        """Send nothing more to an engine; its requests may end later."""
         slot = self._leaving[name] = self._slots.pop(name)
-        self._placement.sessions.forget(name)
         self._forget(name)
         self._notify()
         return slot

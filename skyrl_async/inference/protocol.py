@@ -4,10 +4,28 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine answers to a heartbeat. Counts are those since it booted; an engine that does not count leaves them out."""
+
+    num_waiting: int = 0
+    """Requests that wait for room in the engine, now."""
+    cache_use: float = 0.0
+    """Fraction of its cache of keys and values that running requests hold, now."""
+    num_prompt_tokens: int = 0
+    """Of prompts that were looked up in the cache of prefixes."""
+    num_cached_tokens: int = 0
+    """Those that were found."""
+    num_preemptions: int = 0
+    """Running requests that lost their place in the cache, and computed their keys and values again: to others, or to new weights that
+    came while requests were kept."""
 
 
 class InferenceEngine(Protocol):
@@ -75,8 +93,8 @@ class InferenceEngine(Protocol):
     async def checksum(self) -> str:
         """Digest of the weights; equal weights give equal digests on engines of the same kind."""
 
-    async def ping(self) -> None:
-        """Return if the engine can sample. A wedged engine never returns: the caller sets the deadline."""
+    async def ping(self) -> EngineLoad:
+        """How the engine is used, if it can sample. A wedged engine never returns: the caller sets the deadline."""
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """End running requests that can continue elsewhere, with ``finish_reason`` ``abort`` and all tokens so far.

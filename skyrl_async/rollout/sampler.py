@@ -52,7 +52,7 @@ class Sampler(Protocol):
         the completion and count against ``max_tokens``; with a finish reason they are the whole completion. Sampling that is not
         ``is_resumable`` ignores them.
 
-        Requests with the same ``session_id`` go to the same engine while it lives. Raises ``PromptTooLongError`` if no room is left
+        ``session_id`` names the conversation, for samplers that route by it. Raises ``PromptTooLongError`` if no room is left
         for one token, ``NoEngineError`` if no engine is left, ``RequestRefusedError`` if engines cannot do it.
 
         Sampling that is not ``is_resumable`` is never split: it stays in its engine while the weights change. If the engine dies,

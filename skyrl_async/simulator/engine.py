@@ -19,7 +19,8 @@ import numpy as np
 
 from skyrl_async.columns import Logprobs, TokenIds, VersionSpans
 from skyrl_async.errors import PublishError
-from skyrl_async.inference.protocol import CutOff, pause_then_load
+from skyrl_async.inference.prefix_index import PrefixIndex, prefixes_of
+from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, SharedMachine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
@@ -50,6 +51,8 @@ class _Call:
     num_taken: int = 0
     """Handed out."""
     is_aborted: bool = False
+    num_held: int = 0
+    """Tokens of the prompt, for which the engine must have room."""
     woken: asyncio.Future[None] | None = None
     """Pending while the call waits for tokens."""
 
@@ -114,6 +117,12 @@ class _SharedSpeed:
         if call.woken is not None:
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
         self._changed()
+
+    def prefill(self, seconds: float) -> None:
+        """No call progresses for so long."""
+        self._advance()
+        self._prefill_left += seconds
+        self._set_timer()
 
     def end(self) -> None:
         """A call that ran has ended. The prefill of calls that are all gone is not done."""
@@ -212,6 +221,10 @@ class ModelledEngine:
     """Most requests that run at a time; None: all."""
     prefill_seconds: float = 0.0
     """What each request takes before its first token, also one that is continued after an abort. No other progresses meanwhile."""
+    prefill_tokens_per_second: float = math.inf
+    """Of prompts, without what is cached of them."""
+    cache_tokens: int | None = None
+    """Keys and values for which there is room: a call waits for that of its prompt. None: for all."""
     machine: SharedMachine | None = None
     """Where others compute too; None: a machine of its own."""
     stage_seconds: float = 0.0
@@ -237,6 +250,8 @@ class ModelledEngine:
         self._waiting: list[tuple[int, int, _Call]] = []
         """Heap of (priority, number of the call, call), some of which may have ended."""
         self._numbers = itertools.count()
+        self._cache = PrefixIndex() if self.cache_tokens is None else PrefixIndex(self.cache_tokens)
+        self._num_held = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._version = 0
         self._served: list[tuple[float, int]] = [(0.0, 0)]
         """(progress, version that is served from there)."""
@@ -309,6 +324,10 @@ class ModelledEngine:
             self.kill()
         self._cut_off.check()
         self._version = update.version
+        self._cache.clear()
+        self._shared.prefill(
+            sum(self._prefill(call) for call in self._calls if call.started < math.inf and not call.is_aborted)
+        )
         self._served.append((self._shared.progress, update.version))
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
@@ -325,9 +344,15 @@ class ModelledEngine:
         self._cut_off.check()
         return f"version-{self._version}"
 
-    async def ping(self) -> None:
+    async def ping(self) -> EngineLoad:
         """Answer while alive."""
         self._cut_off.check()
+        return EngineLoad(
+            num_waiting=sum(call.started == math.inf for call in self._calls),
+            cache_use=self._num_held / self.cache_tokens if self.cache_tokens else 0.0,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """Requests in flight end, aborted."""
@@ -357,7 +382,7 @@ class ModelledEngine:
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
-        call = _Call(request, min(num_left, longest), end)
+        call = _Call(request, min(num_left, longest), end, num_held=len(request.prompt_token_ids))
         self._calls[call] = None
         heapq.heappush(self._waiting, (request.priority, next(self._numbers), call))
         self._run_waiting()
@@ -367,15 +392,33 @@ class ModelledEngine:
         self.num_sampled_tokens += self._num_sampled(call)
         del self._calls[call]
         if call.started < math.inf:
+            self._num_held -= call.num_held
             self._shared.end()
             self._run_waiting()
 
     def _run_waiting(self) -> None:
         """Begin the calls for which there is room."""
         while self._waiting and (self.max_num_seqs is None or self._shared.num_running < self.max_num_seqs):
-            call = heapq.heappop(self._waiting)[2]
-            if call in self._calls:
-                self._shared.begin(call, self.prefill_seconds)
+            call = self._waiting[0][2]
+            if call not in self._calls:
+                heapq.heappop(self._waiting)
+                continue
+            if self.cache_tokens is not None and 0 < self._num_held > self.cache_tokens - call.num_held:
+                return
+            heapq.heappop(self._waiting)
+            self._num_held += call.num_held
+            self._shared.begin(call, self.prefill_seconds + self._prefill(call))
+
+    def _prefill(self, call: _Call) -> float:
+        """Seconds to compute what is not cached of a call's prompt, which is cached from then on."""
+        if self.prefill_tokens_per_second == math.inf:
+            return 0.0
+        prefixes, num_tokens = prefixes_of(call.request.prompt_token_ids), len(call.request.prompt_token_ids)
+        num_cached = self._cache.num_cached(self.name, prefixes)
+        self._cache.add(self.name, prefixes)
+        self._num_prompt_tokens += num_tokens
+        self._num_cached_tokens += num_cached
+        return (num_tokens - num_cached) / self.prefill_tokens_per_second
 
     async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
         """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""

@@ -336,7 +336,7 @@ class WeightPublisher:
                 with self.trace.span("switch", track="publish", version=update.version):
                     async with self._updater.loaded(engines, shared, self.serving, self._served_version) as times:
                         replaced, self._served, self._sent = self._served, sent, None
-                        self._served_version = self.client.policy_version = update.version
+                        self._served_version = self.client.pool.policy_version = update.version
                 resumed = self.clock()
             paused = begun + times.acknowledge
             self.trace.past_span("pause", "publish/pause", paused, resumed, version=update.version)

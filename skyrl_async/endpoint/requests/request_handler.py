@@ -64,8 +64,6 @@ class Serving:
     """The endpoint's sessions, and how they are treated."""
     server: ServerConfig
     """The policy's name in replies, and how many generations run at once."""
-    on_session_end: Callable[[str], None]
-    """Called with the id of a session that is closed, once or more often."""
 
     def __post_init__(self) -> None:
         self.model_name = self.server.model_name
@@ -107,7 +105,6 @@ class Serving:
         reason = SessionClosedError(f"session {session.id} was closed while this request was open; begin a new session")
         if requests is not None:
             requests.cancel(reason)
-        self.on_session_end(session.id)
 
     def statistics(self) -> dict[str, float]:
         """Resends answered by a replay, and resends that joined a request in flight."""

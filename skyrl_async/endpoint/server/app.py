@@ -43,7 +43,6 @@ def create_app(
     session_settings: SessionSettings | None = None,
     statistics: Statistics = dict,
     clock: Callable[[], float] = time.monotonic,
-    on_session_end: Callable[[str], None] = lambda _: None,
 ) -> Starlette:
     """Make the application; its ``state.serving`` holds the sessions.
 
@@ -54,12 +53,11 @@ def create_app(
         parser: Finds reasoning and tool calls; None chooses it by the chat template.
         statistics: Figures for ``/metrics``.
         clock: Seconds, for the lifetimes of sessions.
-        on_session_end: Called with the id of a session that is closed, once or more often; the sampler knows its requests by that id.
     """
     server = server or ServerConfig()
     store = SessionStore(session_settings or SessionSettings(), clock=clock)
     parser = parser or AnswerParser.of(renderer.tokenizer)
-    serving = Serving(sampler, renderer, parser, store, server, on_session_end)
+    serving = Serving(sampler, renderer, parser, store, server)
 
     def figures() -> Mapping[str, float]:
         return {**statistics(), **store.statistics(), **serving.statistics()}

@@ -152,5 +152,4 @@ class EndpointServer:
             parser=parser,
             session_settings=replace(settings.sessions, front_end=self._front_end),
             statistics=client.statistics,
-            on_session_end=client.pool.end_session,
         )

@@ -23,7 +23,7 @@ from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError
 from skyrl_async.inference.generation import OpenCalls, joined
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
-from skyrl_async.inference.protocol import CutOff, pause_then_load
+from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters
 from skyrl_async.runtime.tasks import Changes
 from skyrl_async.types import (
@@ -207,9 +207,10 @@ class DeterministicEngine:
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    async def ping(self) -> None:
-        """``InferenceEngine.ping``."""
+    async def ping(self) -> EngineLoad:
+        """``InferenceEngine.ping``; it caches nothing between requests."""
         self._cut_off.check()
+        return EngineLoad()
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``; every request that it takes can go on elsewhere."""

@@ -24,7 +24,7 @@ from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
 from skyrl_async.inference.engines.connection import EngineConnection
 from skyrl_async.inference.engines.ray_actor import EngineActor, StartedEngine
-from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.protocol import EngineLoad, InferenceEngine
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.runtime.tasks import run_together
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
@@ -121,9 +121,10 @@ class RayEngine:
         """``InferenceEngine.checksum``."""
         return await self._control_in_order("checksum", timeout_s=self._started.checksum_timeout_s)
 
-    async def ping(self) -> None:
+    async def ping(self) -> EngineLoad:
         """``InferenceEngine.ping``."""
-        await self._control("ping", has_deadline=False)
+        load: EngineLoad = await self._control("ping", has_deadline=False)
+        return load
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Evicting all takes as long as requests do, and has no deadline."""

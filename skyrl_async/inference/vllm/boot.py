@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
 from skyrl_async.inference.vllm.adapter import adapted_modules, supported_rank
+from skyrl_async.inference.vllm.load_counter import reporting_cores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,7 +114,7 @@ def boot(config: VLLMEngineConfig) -> "AsyncLLM":
                 _register_architectures(config)
             vllm_config = _vllm_config(config)
         _cores.clear()
-        with _core_processes("fork" if config.device == "cpu" else "spawn"):
+        with _core_processes("fork" if config.device == "cpu" else "spawn"), reporting_cores():
             return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
 

@@ -31,9 +31,10 @@ from skyrl_async.errors import (
 )
 from skyrl_async.inference.generation import belongs_to, joined
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids, require_as_sent
-from skyrl_async.inference.protocol import CutOff
+from skyrl_async.inference.protocol import CutOff, EngineLoad
 from skyrl_async.inference.vllm.adapter import AdapterSlot
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot, is_core_killed
+from skyrl_async.inference.vllm.load_counter import LoadCounter
 from skyrl_async.inference.vllm.outcomes import first_failure, outcome_socket
 from skyrl_async.inference.vllm.requests import engine_output, partial_output, versions_of, vllm_sampling_params
 from skyrl_async.runtime.tasks import Changes, run_together
@@ -60,6 +61,8 @@ class VLLMEngine:
         """Longest prompt plus answer in tokens."""
         self._config = config
         self._llm = llm
+        self._counter = LoadCounter()
+        self._counter.listen(llm)
         self._stop_token_ids = list(eos_token_ids(config.policy_dir))
         self._validator = UpdateValidator(config.policy_dir, config.adapter_rank)
         self._adapter = AdapterSlot(llm, config.adapter_rank) if config.adapter_rank else None
@@ -291,11 +294,12 @@ class VLLMEngine:
             "core_process_id": int(self._core_processes()[0].pid or 0),
         }
 
-    async def ping(self) -> None:
+    async def ping(self) -> EngineLoad:
         """``InferenceEngine.ping``. Returns at once during a control call, which has a deadline of its own."""
         self._cut_off.check()
         if not self._control_lock.locked():
             await self._control("a heartbeat", self._llm.engine_core.is_scheduler_paused_async)
+        return self._counter.load
 
     async def evict(self, request_ids: Collection[str] | None = None) -> None:
         """``InferenceEngine.evict``. Calls that continue one of the requests are ended too."""

@@ -78,22 +78,6 @@ async def test_a_sessions_key_opens_its_own_v1_and_nothing_else(sampler: HeldSam
     assert turns == [1, 0]
 
 
-async def test_the_sampler_hears_of_every_session_that_ends(sampler: HeldSampler) -> None:
-    now, ended = 0.0, list[str]()
-    async with endpoint(sampler, clock=lambda: now, on_session_end=ended.append) as served:
-        finished, deleted, expired = await served.begin(), await served.begin(), await served.begin()
-        await finished.finish()
-        await served.controller.delete(f"/sessions/{deleted.id}")
-        assert ended == [finished.id, deleted.id]
-        now = 1e6
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-            sweeping = tasks.create_task(served.serving.sweep_sessions(interval_s=0.01))
-            while len(ended) < 3:  # noqa: ASYNC110 - nobody is told but the sampler
-                await asyncio.sleep(0.01)
-            sweeping.cancel()
-    assert ended == [finished.id, deleted.id, expired.id]
-
-
 async def test_the_controllers_key_opens_sessions_and_the_runs_does_not(sampler: HeldSampler) -> None:
     async with endpoint(sampler) as served, served.client(RUN_KEY) as run, served.client("nobody") as nobody:
         session = await served.begin(label="a label")

@@ -683,7 +683,7 @@ def test_deaths_publishes_and_cancellation_cost_no_token_and_leave_no_load(
             for version, at in enumerate(publishes, 1):
                 tasks.create_task(publish_everywhere(at, version))
             sampling = SamplingParams(max_tokens=500)
-            played = [tasks.create_task(user.generate_tokens((1,), sampling, session_id=f"s{i % 3}")) for i in range(7)]
+            played = [tasks.create_task(user.generate_tokens((1,), sampling)) for i in range(7)]
             tasks.create_task(cut(tasks.create_task(user.generate_tokens((2,), sampling))))
         return [task.result().token_ids.tolist() for task in played], user.statistics()
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, PublishError, StateError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import joined
-from skyrl_async.inference.protocol import InferenceEngine
+from skyrl_async.inference.prefix_index import BLOCK_TOKENS, prefixes_of
+from skyrl_async.inference.protocol import EngineLoad, InferenceEngine
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.types import Completion, EngineOutput, EngineRequest, SamplingParams
+from skyrl_async.types import Completion, EngineOutput, EngineRequest, PauseMode, SamplingParams, WeightUpdate
 
 ANSWER = [i % 100 for i in range(200)]
 SAMPLING = SamplingParams(max_tokens=2000)
@@ -91,7 +93,7 @@ async def answers(
     client: InferenceEngineClient, num: int, during: AsyncIterator[None] | None = None
 ) -> list[Completion]:
     async with asyncio.TaskGroup() as tasks:
-        played = [tasks.create_task(client.generate_tokens((1,), SAMPLING, session_id=f"s{i}")) for i in range(num)]
+        played = [tasks.create_task(client.generate_tokens((1,), SAMPLING)) for i in range(num)]
     return [task.result() for task in played]
 
 
@@ -153,35 +155,66 @@ def test_an_engine_that_does_not_hand_its_requests_back_in_time_loses_them() -> 
     run_in_virtual_time(main())
 
 
-def test_sessions_that_begin_one_by_one_on_idle_engines_share_them_evenly() -> None:
+def test_conversations_that_begin_one_by_one_on_idle_engines_share_them_and_stay_until_the_weights_change() -> None:
     async def main() -> None:
         engines = [engine(f"e{i}") for i in range(4)]
         client = client_of(*engines)
 
-        async def turns(session: str, num: int) -> None:
+        async def turns(conversation: int, num: int) -> set[str]:
+            prompt = np.full(2 * BLOCK_TOKENS, conversation, np.int32)
+            found = set[str]()
             for _ in range(num):
-                await client.generate_tokens((1,), SAMPLING, session_id=session)
+                completion = await client.generate_tokens(prompt, SAMPLING)
+                found |= {*completion.engines}
+                prompt = np.concatenate([prompt, completion.token_ids])
                 await asyncio.sleep(100)
+            return found
 
-        for i in range(8):
-            await turns(f"s{i}", 1)
-        await answers(client, 8)
-        for i in range(8):
-            await turns(f"s{i}", 5)
-        assert [num_sampled(one) for one in engines] == [2 * 7 * 200] * 4
+        homes = [await turns(i, 1) for i in range(8)]
+        assert [num_sampled(one) for one in engines] == [2 * 200] * 4
+        assert [await turns(i, 5) for i in reversed(range(8))] == homes[::-1]
+        assert [num_sampled(one) for one in engines] == [2 * 6 * 200] * 4
+        client.pool.rearrange()  # as a weight update does
+        assert client.pool._placement.caches.longest(prefixes_of(np.zeros(2 * BLOCK_TOKENS, np.int32))) == (0, ())
 
     run_in_virtual_time(main())
 
 
-def test_a_session_that_has_ended_makes_room_for_the_next_one() -> None:
+def test_tokens_of_a_new_version_tell_a_client_that_nothing_is_cached_any_more() -> None:
     async def main() -> None:
-        first, second = engine("e0"), engine("e1")
+        first = engine("e0")
+        client = client_of(first)
+        prompts = [np.full(BLOCK_TOKENS, i, np.int32) for i in range(3)]
+        for prompt in prompts[:2]:
+            await client.generate_tokens(prompt, SAMPLING)
+        await first.pause(PauseMode.KEEP)
+        await first.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0))
+        await first.resume()
+        await client.generate_tokens(prompts[2], SAMPLING)
+        cached = [client.pool._placement.caches.longest(prefixes_of(prompt))[0] for prompt in prompts]
+        assert (cached, client.policy_version) == ([0, 0, BLOCK_TOKENS], 1)
+
+    run_in_virtual_time(main())
+
+
+def test_engines_say_how_full_their_caches_are_and_how_much_of_prompts_was_in_them() -> None:
+    async def main() -> None:
+        first, second = engine("a"), engine("b")
         client = client_of(first, second)
-        for session in ("s0", "s1"):
-            await client.generate_tokens((1,), SAMPLING, session_id=session)
-        client.pool.end_session("s1")
-        await client.generate_tokens((1,), SAMPLING, session_id="s2")
-        assert (num_sampled(first), num_sampled(second)) == (200, 400)
+        assert "engines/prefix_hit_frac" not in client.pool.load_statistics()
+        client.pool.report_load("a", EngineLoad(num_prompt_tokens=900, num_cached_tokens=500, num_preemptions=2))
+        client.pool.report_load("gone", EngineLoad(num_prompt_tokens=1))
+        client.pool.report_load(
+            "a",
+            EngineLoad(num_prompt_tokens=1000, num_cached_tokens=560, num_preemptions=3, cache_use=0.5, num_waiting=4),
+        )
+        client.pool.report_load("b", EngineLoad(num_prompt_tokens=100, num_cached_tokens=40))
+        assert client.pool.load_statistics() == {
+            "engines/cache_use": 0.25,
+            "engines/preemptions": 3.0,
+            "engines/waiting_requests": 4.0,
+            "engines/prefix_hit_frac": 0.5,
+        }
 
     run_in_virtual_time(main())
 

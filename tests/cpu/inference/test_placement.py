@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import belongs_to
-from skyrl_async.inference.placement import Placement, PlacementSettings, Sessions
+from skyrl_async.inference.placement import SHARE_TOKENS, Placement, PlacementSettings
+from skyrl_async.inference.prefix_index import BLOCK_TOKENS
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
@@ -78,10 +80,9 @@ def test_after_an_update_each_engine_has_neighbours_by_age_and_all_weigh_the_sam
             generation = request_id.replace("r", "g")
             assert where[generation] == engine
             state.end(generation)
-            target = state.choose(ENGINES, generation, None, 0.0)
-            assert target != engine
             number = int(generation[1:])
-            state.start(generation, call(number, requests[number][0]), target)
+            target = state.choose(dict.fromkeys(ENGINES), generation, call(number, requests[number][0]))
+            assert target != engine
             where[generation] = target
     by_age = sorted(where, key=lambda generation: requests[int(generation[1:])][0])
     assert are_together([where[generation] for generation in by_age])
@@ -112,43 +113,46 @@ def test_an_older_request_never_weighs_less(priorities: list[int], weight: float
     assert weights[-1] == pytest.approx(1.0) and all(1 <= w <= weight + 1e-9 for w in weights)
 
 
-class SessionMachine(RuleBasedStateMachine):
-    """Requests, sessions and deaths in any order: sessions keep their engine until they end, and ties go where the fewest are."""
+def prompt_of(session: int, num_blocks: int) -> EngineRequest:
+    """A call whose prompt begins as all shorter ones of its session."""
+    tokens = np.arange(num_blocks * BLOCK_TOKENS, dtype=np.int32) * 10 + session
+    return replace(call(0, 0), prompt_token_ids=tokens)
+
+
+class RoutingMachine(RuleBasedStateMachine):
+    """Requests, updates and engines that come and go in any order: the choice is as cheap as the emptiest engine without a cache, and as
+    those that have most of the prompt."""
 
     def __init__(self) -> None:
         super().__init__()
         self.placement = Placement()
-        self.placement.sessions = Sessions(max_sessions=4, max_idle_s=10.0)
-        self.engines = set(ENGINES)
-        self.open: dict[str, str] = {}
-        """Generation -> engine."""
-        self.homes: dict[str, tuple[str, float]] = {}
-        """Engine and last use of a session, the least recently used first."""
-        self.now = 0.0
+        self.engines = dict.fromkeys(ENGINES)
+        self.open: dict[str, tuple[str, tuple[int, int]]] = {}
+        """Generation -> engine, and session and blocks of its prompt."""
+        self.cached: dict[str, dict[int, int]] = {name: {} for name in ("e0", "e1", "e2", "e3")}
+        """Engine -> session -> blocks of its longest prompt there."""
         self.num_started = 0
 
-    @property
-    def awake(self) -> dict[str, str]:
-        return {session: name for session, (name, used) in self.homes.items() if self.now - used <= 10.0}
-
     @precondition(lambda self: self.engines)
-    @rule(session=st.sampled_from([None, *"stuvwx"]))
-    def start(self, session: str | None) -> None:
-        fullness = {
-            name: (list(self.open.values()).count(name), list(self.awake.values()).count(name)) for name in self.engines
-        }
+    @rule(session=st.integers(0, 3), num_blocks=st.integers(0, 5))
+    def start(self, session: int, num_blocks: int) -> None:
+        num_cached = {name: min(num_blocks, self.cached[name].get(session, 0)) for name in self.engines}
+
+        def price(name: str, num_cached: int) -> float:
+            num_running = sum(engine == name for engine, _ in self.open.values())
+            return (1 + num_running) * (SHARE_TOKENS + BLOCK_TOKENS * (num_blocks - num_cached))
+
         self.num_started += 1
         generation = f"g{self.num_started}"
-        name = self.placement.choose(sorted(self.engines), generation, session, self.now)
-        if session in self.awake:
-            assert name == self.awake[session]
-        else:
-            assert fullness[name] == min(fullness.values())
-        if session is not None:
-            others = {one: home for one, home in self.homes.items() if one in self.awake and one != session}
-            self.homes = dict([*others.items(), (session, (name, self.now))][-4:])
-        self.placement.start(generation, call(self.num_started, 0), name)
-        self.open[generation] = name
+        name = self.placement.choose(self.engines, generation, prompt_of(session, num_blocks))
+        assert price(name, num_cached[name]) <= min(price(one, 0) for one in self.engines)
+        most = max(num_cached.values())
+        assert price(name, num_cached[name]) <= min(price(one, most) for one in num_cached if num_cached[one] == most)
+        self.open[generation] = name, (session, num_blocks)
+        self.cache(name, session, num_blocks)
+
+    def cache(self, name: str, session: int, num_blocks: int) -> None:
+        self.cached[name][session] = max(num_blocks, self.cached[name].get(session, 0))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -157,32 +161,35 @@ class SessionMachine(RuleBasedStateMachine):
         self.placement.end(generation)
         del self.open[generation]
 
-    @rule(session=st.sampled_from("stuvwx"))
-    def end_session(self, session: str) -> None:
-        self.placement.sessions.end(session)
-        self.homes.pop(session, None)
-
-    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
+    @rule()
+    def update_weights(self) -> None:
+        """Only what running calls compute anew is cached then."""
+        self.placement.weights_updated()
+        self.cached = {name: {} for name in self.cached}
+        for name, (session, num_blocks) in self.open.values():
+            self.cache(name, session, num_blocks)
 
     @rule(name=st.sampled_from(["e0", "e1", "e2", "e3"]))
     def join_or_leave(self, name: str) -> None:
-        """Requests in an engine that leaves end later; a namesake started anew knows nothing of its sessions."""
-        self.engines ^= {name}
-        if name not in self.engines:
-            self.placement.sessions.forget(name)
-            self.homes = {session: home for session, home in self.homes.items() if home[0] != name}
+        """The last request of an engine that leaves ends; a namesake started anew knows nothing."""
+        if name in self.engines:
+            del self.engines[name]
+            for generation in [one for one, (engine, _) in self.open.items() if engine == name]:
+                self.placement.end(generation)
+                del self.open[generation]
+            self.placement.forget(name)
+            self.cached[name] = {}
+        else:
+            self.engines[name] = None
 
     @invariant()
     def loads_add_up(self) -> None:
         for name in self.engines:
-            assert self.placement.load(name) == list(self.open.values()).count(name)
-        assert len(self.awake) <= len(self.placement.sessions) <= 4
+            assert self.placement.load(name) == sum(engine == name for engine, _ in self.open.values())
 
 
-TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(stateful_step_count=50)
+TestRoutingMachine = RoutingMachine.TestCase
+TestRoutingMachine.settings = settings(stateful_step_count=50)
 
 
 def test_without_settings_requests_count_alike_and_none_moves() -> None:

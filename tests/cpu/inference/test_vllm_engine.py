@@ -266,6 +266,16 @@ async def test_an_engine_is_no_less_alive_while_it_computes_a_checksum(engine_0:
     assert await checksum == await engine_0.checksum()
 
 
+async def test_a_heartbeat_says_how_many_tokens_of_prompts_were_cached(engine_0: VLLMEngine) -> None:
+    prompt, before = list(range(3, 303)), await engine_0.ping()
+    outputs = [await engine_0.generate(make_request(f"cached-{i}", prompt)) for i in range(2)]
+    after = await engine_0.ping()
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 2 * len(prompt)
+    num_cached = outputs[0].num_cached_tokens + outputs[1].num_cached_tokens
+    assert after.num_cached_tokens - before.num_cached_tokens == num_cached >= 128
+    assert (after.num_waiting, after.num_preemptions) == (0, before.num_preemptions)
+
+
 async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEngine) -> None:
     with pytest.raises(PublishError, match="lacks lm_head.weight"):
         await engine_0.switch_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0), PauseMode.ABORT)

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from skyrl_async.columns import token_ids
+from skyrl_async.inference.prefix_index import BLOCK_TOKENS
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, SharedMachine, slowdown
-from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, Trajectory
+from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, Trajectory, WeightUpdate
 
 TOKENS = 100
 
@@ -113,3 +115,38 @@ def test_computations_that_find_cores_do_not_slow_each_other_down() -> None:
     assert slowdown(TRAINING_CORES + ENGINE_CORES, 8) == 1
     assert slowdown(0, 1) == 1
     assert slowdown(TRAINING_CORES + 2 * ENGINE_CORES, 2) > slowdown(TRAINING_CORES + ENGINE_CORES, 2) > 1
+
+
+def test_what_is_cached_of_a_prompt_is_prefilled_again_only_after_a_weight_update() -> None:
+    prompt = replace(request(0), prompt_token_ids=token_ids(np.zeros(2 * BLOCK_TOKENS, np.int32)))
+
+    async def main() -> list[float]:
+        one = engine(prefill_tokens_per_second=float(BLOCK_TOKENS))
+        clock, found = asyncio.get_running_loop().time, list[float]()
+        for version in (None, None, 1):
+            began = clock()
+            if version is not None:
+                await one.pause(PauseMode.KEEP)
+                await one.load_weights(WeightUpdate(version=version, path="", manifest={}, num_bytes=0))
+                await one.resume()
+            await one.generate(prompt)
+            found.append(round(clock() - began, 6))
+        load = await one.ping()
+        assert (load.num_prompt_tokens, load.num_cached_tokens) == (6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+        return found
+
+    assert run_in_virtual_time(main()) == [3.0, 1.0, 3.0]
+
+
+def test_a_request_waits_until_the_cache_has_room_for_its_prompt() -> None:
+    prompts = [replace(request(i), prompt_token_ids=token_ids(np.full(600, i, np.int32))) for i in range(3)]
+
+    async def main() -> list[float]:
+        one = engine(cache_tokens=1200)
+        ended = asyncio.gather(ends(one, prompts))
+        await asyncio.sleep(0.5)
+        load = await one.ping()
+        assert (load.num_waiting, load.cache_use) == (1, 1.0)
+        return (await ended)[0]
+
+    assert run_in_virtual_time(main()) == [1.0, 1.0, 2.0]
