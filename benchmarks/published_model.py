@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from benchmarks.published_settings import Schedule, Setting
+from benchmarks.published_settings import Schedule, Setting, Sweep
 from benchmarks.staleness_policies import ArrivalBuffer
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -284,3 +284,41 @@ def pipeline_s(generate_s: Sequence[float], reference_s: float, training_s: floa
         trained.append(max(referenced, trained[-1] if trained else 0.0) + training_s)
     first = len(trained) // 3
     return (trained[-1] - trained[first]) / (len(trained) - 1 - first)
+
+
+def swept_s(sweep: Sweep, scale: Scale, seed: int) -> dict[tuple[int, int], float]:
+    """Seconds per step of each published run of a sweep, from that at S = 0 with one engine. Whole mini-batches are trained."""
+    at_0 = SimulationSettings(
+        mini_batch_size=sweep.groups,
+        group_size=sweep.group_size,
+        max_staleness_steps=0,
+        num_steps=scale.sync_steps,
+        num_prompts=4096,
+        num_engines=1,
+        tokens_per_second=1.0,
+        half_speed_requests=sweep.half_speed_requests,
+        block_tokens=1 << 20,
+        mean_tokens=MEAN_TOKENS,
+        sigma=sweep.sigma,
+        longest_over_mean=sweep.longest_over_mean,
+        stream_mini_batch=False,
+        pause_mode=PauseMode.KEEP,
+        seed=seed + CALIBRATION_SEED,
+    )
+    drawn = simulate(at_0)
+    rest_s = sweep.step_s[0, 1] - sweep.other_s[0]
+    training_s = sweep.training_share * rest_s
+    unit_s = (rest_s - training_s) / fmean(drawn.generate_s)
+    found = {}
+    for bound, num_engines in sweep.step_s:
+        settings = replace(
+            at_0,
+            max_staleness_steps=bound,
+            num_engines=num_engines,
+            num_steps=scale.num_steps(bound) if bound else scale.sync_steps,
+            num_workers=sweep.num_workers if bound else None,
+            seconds_per_token=training_s / unit_s / drawn.tokens,
+            seed=seed,
+        )
+        found[bound, num_engines] = simulate(settings).mean_step_s * unit_s + sweep.other_s[bound]
+    return found

@@ -8,6 +8,9 @@ asynchronous row. Then the same lengths are drawn, the devices are split, and th
 What the model assumes of every setting is ``ASSUMPTIONS``, which is printed, and with each setting what is assumed of it alone and which
 phases of its synchronous row fall away.
 
+``sweeps`` are runs of one system over its staleness bound, or with more engines: each is predicted from the one at S = 0, as whole batches
+through our loop with ``wait``.
+
 ``scaling`` is of no published setting: the synchronous schedule and ours on 8 to 1,024 devices, half of which generate in ours. On 8
 devices training takes as long as full engines take to generate a batch. ``sensitivity`` changes one assumption of a row.
 """
@@ -21,8 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.published_model import CALIBRATION_SEED, FULL, MEAN_TOKENS, QUICK, Model, Scale, simulate
-from benchmarks.published_settings import SETTINGS, Schedule, Setting
+from benchmarks.published_model import CALIBRATION_SEED, FULL, MEAN_TOKENS, QUICK, Model, Scale, simulate, swept_s
+from benchmarks.published_settings import SETTINGS, SWEEPS, Schedule, Setting, Sweep
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.simulator.run import SimulationSettings
 from skyrl_async.types import PauseMode
@@ -83,6 +86,25 @@ def measure(setting: Setting, scale: Scale, seed: int) -> dict[str, Any]:
         "ours_over_share": over_share,
         "cpu_s": time.process_time() - started,
     }
+
+
+def measure_sweep(sweep: Sweep, scale: Scale, seed: int) -> dict[str, Any]:
+    """The predictions of one sweep, in ``runs``."""
+    started = time.process_time()
+    predicted = swept_s(sweep, scale, seed)
+    runs = [
+        {
+            "system": sweep.system,
+            "setting": sweep.setting,
+            "bound": bound,
+            "engines": engines,
+            "published_step_s": seconds,
+            "predicted_step_s": predicted[bound, engines],
+            "error": predicted[bound, engines] / seconds - 1,
+        }
+        for (bound, engines), seconds in sweep.step_s.items()
+    ]
+    return {"setting": sweep.setting, "runs": runs, "cpu_s": time.process_time() - started}
 
 
 def measure_scaling(devices: int, is_batch_fixed: bool, scale: Scale, seed: int) -> dict[str, Any]:
@@ -172,6 +194,7 @@ def results(scale: Scale, seed: int, num_processes: int, *, is_quick: bool) -> d
     calls: list[tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]] = [
         *((measure, (setting, scale, seed)) for setting in (*SETTINGS, *(variant for _, variant in variants))),
         *((measure_scaling, (num, is_fixed, scale, seed)) for is_fixed in (True, False) for num in devices),
+        *((measure_sweep, (sweep, scale, seed)) for sweep in SWEEPS),
     ]
     if num_processes == 1:
         rows = [function(*given) for function, given in calls]
@@ -182,13 +205,15 @@ def results(scale: Scale, seed: int, num_processes: int, *, is_quick: bool) -> d
             for future in futures:
                 rows.append(future.result())
                 print(f"[{len(rows)}/{len(calls)}] {rows[-1].get('setting', 'scaling')}", flush=True)
-    num_settings, num_scaling = len(SETTINGS), len(calls) - len(devices) * 2
+    num_settings, num_sweeps = len(SETTINGS), len(calls) - len(SWEEPS)
+    num_scaling = num_sweeps - len(devices) * 2
     return {
         "rows": rows[:num_settings],
         "sensitivity": [
             {"other": name, **row} for (name, _), row in zip(variants, rows[num_settings:num_scaling], strict=True)
         ],
-        "scaling": with_linearity(rows[num_scaling:]),
+        "scaling": with_linearity(rows[num_scaling:num_sweeps]),
+        "sweeps": rows[num_sweeps:],
     }
 
 
@@ -201,6 +226,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at once")
     options = parser.parse_args()
     texts = [{"setting": f"{s.system}, {s.setting}", "source": s.source} | assumed_of(s) for s in SETTINGS]
+    texts += [{"setting": f"{s.system}, {s.setting}", "source": s.source, "assumed": s.assumed} for s in SWEEPS]
     seeds = [options.seed, options.seed + CALIBRATION_SEED]
     under = conditions(
         seeds=seeds, is_quick=options.quick, sync_tolerance=SYNC_TOLERANCE, settings=texts, assumptions=ASSUMPTIONS
@@ -212,6 +238,8 @@ def main() -> int:
         print("\n  ".join([text["setting"], *(f"{name}: {said}" for name, said in text.items() if name != "setting")]))
     report("8 to 1,024 devices, virtual seconds", {}, measured["scaling"], None)
     speedups = ("published_speedup", "published_total_speedup", "modelled_speedup", "ours_speedup")
+    runs = [run for sweep in measured["sweeps"] for run in sweep["runs"]]
+    report("runs over the staleness bound, predicted from the first of each", {}, runs, None)
     report("if an assumption is another", {}, _columns(measured["sensitivity"], "other", "setting", *speedups), None)
     rows = measured["rows"]
     figures = {

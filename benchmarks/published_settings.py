@@ -11,6 +11,12 @@ ASYNC_RL = "async-rl, README of the state-machine pipeline over verl, table time
 FULLY_ASYNC = "verl documentation, Recipe: Fully Async Policy Trainer"
 ONE_STEP_OFF = "verl documentation, Recipe: One Step Off Policy Async Trainer, Experimental Results"
 PARTIAL = "verl-recipe pull request 58, README of the Async Partial Rollout Trainer, section 1.3"
+NEMO = "NeMo RL, docs/about/performance-summary.md, v0.6, and its recipes for the batch and the devices"
+MARIN = (
+    "marin, issues 8955 (8,524 to 4,301 s with copies, then 6,235 to 2,942 s; sixteen inference GPUs) and 8936 (the "
+    "synchronous arm of 25 updates, 67B-A2B), pull request 9256 (128 prompts, four answers, 192 workers, 4,096 tokens at most), issue 9171 "
+    "(3.1 to 3.6 s of sync in the second)"
+)
 AREAL = "AReaL, arXiv 2505.24298 v5, Tables 1 and 3, sections 5.1 and 7.1 (read in a transcript of the paper)"
 
 
@@ -115,6 +121,29 @@ class Setting:
         sync, factor = self.synchronous, self.devices / devices
         old = sync.old_logprobs_s if has_old_logprobs else 0.0
         return self.update_on.get(devices, sync.update_s * factor) + (old + sync.reference_s) * factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Published runs that differ in the staleness bound, or in engines, and share everything else."""
+
+    system: str
+    setting: str
+    source: str
+    groups: int
+    group_size: int
+    num_workers: int | None
+    """Groups in flight at S > 0; None: as many as the bound allows."""
+    training_share: float
+    """Of the S = 0 step without what is the same in every run."""
+    step_s: Mapping[tuple[int, int], float]
+    """(S, engines) -> published seconds per step. That of S = 0 and one engine fixes the scale."""
+    other_s: Mapping[int, float]
+    """S -> seconds of each step in which neither side works, and which are given: copies of weights."""
+    longest_over_mean: float
+    half_speed_requests: float = 170.0
+    sigma: float = 0.8
+    assumed: str = ""
 
 
 def half_speed_requests(parameters: float, layers: int, kv_heads: int, mean_tokens: float) -> float:
@@ -321,3 +350,82 @@ SETTINGS = (
     _one_step_off("FSDP2, 20k", 20480, _MATH_20K, 520, _seconds("19h18m") / _seconds("15h34m")),
     _one_step_off("Megatron, 8k", 8192, _MATH_8K, 566, _seconds("18h21m") / _seconds("13h06m")),
 )
+
+
+def _nemo(
+    name: str, gpus: int, engine: int, groups: int, longest_over_mean: float, sync_s: float, async_s: float
+) -> Setting:
+    return Setting(
+        system="NeMo RL",
+        setting=f"{name}, {2 * gpus} GPUs",
+        source=NEMO,
+        schedule=Schedule.AREAL,
+        devices=2 * gpus,
+        devices_per_engine=engine,
+        generation_devices=gpus,
+        groups=groups,
+        group_size=512 // groups,
+        half_speed_requests=170.0,
+        synchronous=Synchronous(generate_s=0.0, update_s=sync_s),
+        published_step_s=async_s,
+        longest_over_mean=longest_over_mean,
+        is_balanced=True,
+        assumed=f"the synchronous row is that of {gpus} GPUs, where generation and training take turns; training is as long as "
+        "generation by full engines, engines are those of the synchronous row, half speed at 170 requests, sigma 0.8",
+    )
+
+
+SETTINGS += (
+    _nemo("DeepSeek V3, H100", 256, 32, 32, 1536 / 701, 134, 64.1),
+    _nemo("Qwen3-235B, H100", 128, 16, 16, 8192 / 5698, 395, 231),
+    _nemo("DeepSeek V3, GB200", 128, 32, 32, 1536 / 711, 108, 61.7),
+    _nemo("Qwen3-235B, GB200", 64, 8, 16, 8192 / 5709, 286, 278),
+)
+
+_MARIN_SHARE = (_MOE_ROW.update_s + _MOE_ROW.old_logprobs_s + _MOE_ROW.reference_s) / _MOE_ROW.step_s
+_MARIN_ASSUMED = (
+    "half speed at 170 requests, sigma 0.8, answers cut at 3.4 times their mean (1,197 tokens in the synchronous arm of 8936), copies stop "
+    "both sides, groups past the allowance wait instead of being thrown away"
+)
+
+
+def _marin(name: str, step_s: Mapping[int, float], other_s: Mapping[int, float]) -> Sweep:
+    return Sweep(
+        system="marin",
+        setting=name,
+        source=MARIN,
+        groups=128,
+        group_size=4,
+        num_workers=192,
+        training_share=_MARIN_SHARE,
+        step_s={(bound, 1): seconds / 100 for bound, seconds in step_s.items()},
+        other_s=other_s,
+        longest_over_mean=4096 / 1197,
+        assumed=f"training takes {100 * _MARIN_SHARE:.0f} % of the rest of a step, as in verl's Qwen3-30B-A3B row; {_MARIN_ASSUMED}",
+    )
+
+
+SWEEPS = (
+    _marin("67B-A2B, 32 + 8 GPUs", {0: 6235, 1: 4360, 2: 3544, 3: 3142, 4: 2942}, dict.fromkeys(range(5), 3.35)),
+    _marin(
+        "67B-A2B, 32 + 8 GPUs, before its faster copies",
+        {0: 8524, 1: 5583, 2: 5093, 3: 4754, 4: 4301},
+        {0: 21.41, 1: 20.68, 2: 20.92, 3: 20.96, 4: 20.66},
+    ),
+    Sweep(
+        system="marin",
+        setting="67B-A2B, 32 prompts, 32 + 8 and 32 + 16 GPUs",
+        source=MARIN,
+        groups=32,
+        group_size=4,
+        num_workers=None,
+        # 21.9 % of 866.5 s in 24 updates of its asynchronous arm
+        training_share=0.219 * 866.5 / 24 / (1652.8 / 25 - 0.562 * 866.5 / 24),
+        step_s={(0, 1): 1652.8 / 25, (1, 1): 1182.2 / 25, (1, 2): 1182.2 / 25 * (1 - 0.042)},
+        other_s=dict.fromkeys(range(2), 0.562 * 866.5 / 24),
+        longest_over_mean=4096 / 1197,
+        assumed="training and copies take the seconds of its asynchronous arm; sixteen GPUs save the share of eight's time that a later "
+        f"pair of runs did (4.2 %); {_MARIN_ASSUMED}",
+    ),
+)
+"""Runs over the staleness bound, predicted from the first of each."""
