@@ -1,4 +1,4 @@
-"""Log-probs and entropies of chosen tokens under a causal language model.
+"""Log-probs and entropies of chosen tokens under a causal language model, and log-probs of other tokens in their place.
 
 The output projection runs on the chosen hidden states chunk by chunk, and again in the backward pass. Memory for logits is therefore
 bounded by the chunk times the vocabulary, however long the sequences are. Knows neither losses nor how the model is sharded.
@@ -7,6 +7,7 @@ bounded by the chunk times the vocabulary, however long the sequences are. Knows
 import logging
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,28 @@ class _Request:
     """(N,) int64."""
     temperature: float
     entropies: Entropies
+    top: Tensor | int
+    """As of ``TokenLogprobs.scores``."""
+
+    @property
+    def per_position(self) -> tuple[Tensor, ...]:
+        """What is cut into chunks with the positions."""
+        return (self.targets,) if isinstance(self.top, int) else (self.targets, self.top)
+
+
+class TokenScores(NamedTuple):
+    """What a model says at N positions."""
+
+    logprobs: Tensor
+    """(N,) float32, nats, of the targets; with gradients."""
+    entropies: Tensor
+    """(N,) float32, nats."""
+    top_ids: Tensor
+    """(N, K) int64: other tokens there."""
+    top_logprobs: Tensor
+    """(N, K + 1) float32, nats, with gradients: of these tokens and, last, of the rest of the vocabulary together. (N, K) without a rest
+    where K is the vocabulary, and where it is 0.
+    """
 
 
 class TokenLogprobs:
@@ -88,7 +111,23 @@ class TokenLogprobs:
         entropies: Entropies = Entropies.NONE,
         row_lengths: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target under ``softmax(logits / temperature)``, and the entropy there.
+        """Log-prob of each target under ``softmax(logits / temperature)``, and the entropy there: the first two of ``scores``."""
+        return self.scores(
+            *(input_ids, positions, targets), temperature=temperature, entropies=entropies, row_lengths=row_lengths
+        )[:2]
+
+    def scores(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float,
+        entropies: Entropies = Entropies.NONE,
+        row_lengths: tuple[int, ...] | None = None,
+        top: Tensor | int = 0,
+    ) -> TokenScores:
+        """Log-probs under ``softmax(logits / temperature)``, and entropies.
 
         Args:
             input_ids: (B, T) int64, right-padded; or (1, T), rows laid end to end.
@@ -97,21 +136,29 @@ class TokenLogprobs:
             temperature: > 0.
             entropies: whether they are computed and differentiated.
             row_lengths: lengths of the rows laid end to end; None if each has a row of ``input_ids``.
-
-        Returns:
-            (N,) float32 log-probs in nats with gradients, and (N,) float32 entropies in nats.
+            top: (N, K) int32, the other tokens whose log-probs are wanted; or K, for the K likeliest at each position (all of a smaller
+                vocabulary).
         """
-        request = _Request(positions=positions, targets=targets, temperature=temperature, entropies=entropies)
+        request = _Request(positions=positions, targets=targets, temperature=temperature, entropies=entropies, top=top)
         packed = {} if row_lengths is None else packed_arguments(self._model, row_lengths, input_ids.device)
         self._request = request
-        try:  # (1, N, 2), or (1, N, V) logits
+        try:  # (1, N, C), or (1, N, V) logits
             output: Tensor = self._model(input_ids=input_ids, use_cache=False, **packed).logits
         finally:
             self._request = None
         if not self._is_chunked:
-            output = _from_logits(output, targets.unsqueeze(0), request)
-        logprobs, entropy = output[0].unbind(-1)
-        return logprobs, entropy if entropies is Entropies.GRADIENTS else entropy.detach()
+            output = _from_logits(output, request, *(each.unsqueeze(0) for each in request.per_position))
+        logprobs, entropy, others = output[0, :, 0], output[0, :, 1], output[0, :, 2:]
+        if isinstance(top, int):
+            top_ids, others = others.split([num := others.shape[-1] // 2, others.shape[-1] - num], dim=-1)
+        else:
+            top_ids = top
+        return TokenScores(
+            logprobs=logprobs,
+            entropies=entropy if entropies is Entropies.GRADIENTS else entropy.detach(),
+            top_ids=top_ids.detach().long(),
+            top_logprobs=others,
+        )
 
     def _replace_projection(self, hidden: Tensor) -> Tensor:
         """Turn (B, T, H) hidden states into what the model takes for logits."""
@@ -127,15 +174,15 @@ class TokenLogprobs:
         return self._in_chunks(chosen, request) if self._is_chunked else self._project(chosen)
 
     def _in_chunks(self, chosen: Tensor, request: _Request) -> Tensor:
-        """(1, N, H) to (1, N, 2). A single chunk keeps its logits for the backward pass."""
+        """(1, N, H) to (1, N, C). A single chunk keeps its logits for the backward pass."""
 
-        def run_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
-            return _from_logits(self._project(hidden), targets, request)
+        def run_chunk(hidden: Tensor, *per_position: Tensor) -> Tensor:
+            return _from_logits(self._project(hidden), request, *per_position)
 
-        targets = request.targets.unsqueeze(0)
-        if targets.shape[1] <= self._chunk_size:
-            return run_chunk(chosen, targets)
-        chunks = zip(chosen.split(self._chunk_size, dim=1), targets.split(self._chunk_size, dim=1), strict=True)
+        given = (chosen, *(each.unsqueeze(0) for each in request.per_position))
+        if chosen.shape[1] <= self._chunk_size:
+            return run_chunk(*given)
+        chunks = zip(*(each.split(self._chunk_size, dim=1) for each in given), strict=True)
         results = [checkpoint(run_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
         return torch.cat(results, dim=1)
 
@@ -153,21 +200,43 @@ class TokenLogprobs:
             self._probe = None
 
 
-def _from_logits(logits: Tensor, targets: Tensor, request: _Request) -> Tensor:
-    """(1, N, V) logits to (1, N, 2) float32 nats: the log-prob of each target, and the entropy as the request says."""
+def _from_logits(logits: Tensor, request: _Request, targets: Tensor, top_ids: Tensor | None = None) -> Tensor:
+    """(1, N, V) logits to (1, N, C) float32: what ``scores`` returns side by side, in nats. Ids are exact below 2^24."""
     logits = logits.float()
     logprobs = (logits if request.temperature == 1.0 else logits / request.temperature).log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    if request.entropies is Entropies.NONE:
-        return torch.stack([chosen, torch.zeros_like(chosen)], dim=-1)
-    entropy_logprobs = logprobs if request.entropies is Entropies.GRADIENTS else logprobs.detach()
-    return torch.stack([chosen, -(entropy_logprobs.exp() * entropy_logprobs).sum(dim=-1)], dim=-1)
+    chosen = logprobs.gather(-1, targets.unsqueeze(-1))
+    entropy = torch.zeros_like(chosen)
+    if request.entropies is not Entropies.NONE:
+        entropy_logprobs = logprobs if request.entropies is Entropies.GRADIENTS else logprobs.detach()
+        entropy = -(entropy_logprobs.exp() * entropy_logprobs).sum(dim=-1, keepdim=True)
+    if top_ids is not None:
+        return torch.cat([chosen, entropy, *_of_tokens(logprobs, top_ids.long())], dim=-1)
+    if not (num_top := min(int(request.top), logprobs.shape[-1])):
+        return torch.cat([chosen, entropy], dim=-1)
+    likeliest = logprobs.detach().topk(num_top, dim=-1).indices
+    return torch.cat([chosen, entropy, likeliest.float(), *_of_tokens(logprobs, likeliest)], dim=-1)
+
+
+def _of_tokens(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """(1, N, K) log-probs of ``ids``, and (1, N, 1) of the rest together, summed itself: 1 less the others would round a small one away."""
+    of_ids = logprobs.gather(-1, ids)
+    if ids.shape[-1] == logprobs.shape[-1]:
+        return (of_ids,)
+    return of_ids, logprobs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
 
 
 @torch.no_grad()
 def batch_logprobs(model: TokenLogprobs, batch: MicroBatch, *, temperature: float) -> Tensor:
     """Log-probs of a micro-batch's sampled tokens: (N,) float32, nats."""
-    logprobs, _ = model(
-        batch.input_ids, batch.positions, batch.targets, temperature=temperature, row_lengths=batch.row_lengths
+    return batch_scores(model, batch, temperature=temperature).logprobs
+
+
+@torch.no_grad()
+def batch_scores(model: TokenLogprobs, batch: MicroBatch, *, temperature: float, num_top: int = 0) -> TokenScores:
+    """The same with log-probs of the ``num_top`` likeliest tokens in the place of each."""
+    return model.scores(
+        *(batch.input_ids, batch.positions, batch.targets),
+        temperature=temperature,
+        row_lengths=batch.row_lengths,
+        top=num_top,
     )
-    return logprobs

@@ -122,6 +122,39 @@ def test_values_and_gradients_are_those_of_whole_logits_to_1e_6(kind: str, chunk
     )
 
 
+@pytest.mark.parametrize("chunk_size", [8, 1024])
+@pytest.mark.parametrize("kind", [*UNCHANGED, *CHANGED])
+def test_other_tokens_and_the_rest_have_the_log_probs_and_gradients_of_whole_logits(kind: str, chunk_size: int) -> None:
+    make = (UNCHANGED | CHANGED)[kind]
+    ids, positions, targets = batch(33)
+    whole = (plain := make())(ids).logits.flatten(0, 1)[positions].div(0.7).log_softmax(-1)
+    top_ids = whole.argsort(-1, descending=True)[:, :3]
+    is_top = torch.zeros_like(whole, dtype=torch.bool).scatter(-1, top_ids, True)
+    rest = whole.exp().masked_fill(is_top, 0.0).sum(-1, keepdim=True).log()
+    expected, weights = torch.cat([whole.gather(-1, top_ids), rest], -1), torch.linspace(-1, 1, 33).unsqueeze(-1)
+    token_logprobs = TokenLogprobs(model := make(), chunk_size=chunk_size)
+    chosen = token_logprobs.scores(ids, positions, targets, temperature=0.7, top=3)
+    found = token_logprobs.scores(ids, positions, targets, temperature=0.7, top=top_ids.int())
+    assert torch.equal(chosen.top_ids, top_ids) and torch.equal(chosen.top_logprobs, found.top_logprobs)
+    torch.testing.assert_close(found.top_logprobs, expected, atol=1e-6, rtol=1e-6)
+    assert_same(
+        gradients((weights * found.top_logprobs).sum(), model),
+        gradients((weights * expected).sum(), plain),
+    )
+
+
+def test_the_rest_of_a_model_that_is_sure_is_not_rounded_away() -> None:
+    model = qwen3(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60.0)
+    ids, positions, targets = batch(33)
+    exact = (model(ids).logits.flatten(0, 1)[positions].double()).log_softmax(-1).sort(-1, descending=True)
+    rest = exact.values[:, 4:].logsumexp(-1)
+    found = TokenLogprobs(model, chunk_size=8).scores(ids, positions, targets, temperature=1.0, top=4)
+    assert rest.min() < -20 and found.top_ids.tolist() == exact.indices[:, :4].tolist()
+    torch.testing.assert_close(found.top_logprobs[:, 4].double(), rest, atol=1e-4, rtol=1e-6)
+
+
 def test_entropies_come_without_gradient_where_none_is_asked_for() -> None:
     expected, entropies = reference(plain := qwen3(), 33, 1.0)
     token_logprobs = TokenLogprobs(model := qwen3(), chunk_size=8)
