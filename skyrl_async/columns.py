@@ -93,6 +93,21 @@ def have_equal_fields(one: Any, other: object) -> bool:
     return all(a is b or (np.array_equal(a, b) if np.ndarray in (type(a), type(b)) else a == b) for a, b in pairs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopTokens:
+    """What a model says in the place of each of T tokens: its K likeliest, and all others together."""
+
+    ids: NDArray[np.int32]
+    """(T, K)."""
+    logprobs: NDArray[np.float32]
+    """(T, K + 1), nats: of these and, last, of the rest of the vocabulary. (T, K) without a rest where K is the vocabulary."""
+
+    __eq__ = have_equal_fields
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpans:
     """The policy version of each token, as runs of equal versions. ``np.asarray`` gives (T,) int32."""

@@ -20,6 +20,7 @@ from skyrl_async.columns import (
     Logprobs,
     Mask,
     TokenIds,
+    TopTokens,
     Values,
     VersionSpans,
     column,
@@ -320,6 +321,9 @@ class Trajectory:
     """Policy version of ``old_logprobs``."""
     teacher_logprobs: Logprobs | None = None
     """(T,) float32: log-probs in nats under the prompt's teacher, at the sampling temperature; 0.0 outside the mask. None: not computed."""
+    teacher_top: TopTokens | None = None
+    """The teacher's likeliest tokens in the place of each response token, with their log-probs at the sampling temperature; zeros outside
+    the mask. None: not computed. Not part of a checkpoint."""
     values: Values | None = None
     """(T,) float32: the critic's value of what is before each sampled token; 0.0 outside the mask. None: not computed."""
     marks: Mask | None = None
@@ -336,6 +340,7 @@ class Trajectory:
             "ref_logprobs",
             "old_logprobs",
             "teacher_logprobs",
+            "teacher_top",
             "values",
             "marks",
         ):
@@ -438,6 +443,9 @@ class RowLogprobs:
     """One column per trajectory with one value per response token, log-probs in nats; 0.0 outside the mask."""
     version: int
     """Version of the weights; 0 for a reference."""
+    top: tuple[TopTokens | None, ...] = ()
+    """Per trajectory the model's likeliest tokens in the place of each response token, zeros outside the mask; None where nothing was
+    sampled. Empty if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

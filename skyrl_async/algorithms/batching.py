@@ -63,6 +63,12 @@ class MicroBatch:
     """(N,) float32, nats; None if a row lacks them."""
     old_logprobs: Tensor | None
     """(N,) float32, nats; None if a row lacks them."""
+    teacher_logprobs: Tensor | None = None
+    """(N,) float32, nats; None if a row lacks them."""
+    teacher_top_ids: Tensor | None = None
+    """(N, K) int32: the teacher's likeliest tokens; None if a row lacks them."""
+    teacher_top_logprobs: Tensor | None = None
+    """(N, K + 1) or (N, K) float32, nats, as ``TopTokens.logprobs``; None if a row lacks them."""
     old_values: Tensor | None = None
     """(N,) float32: a critic's values when the row was finished; None if a row lacks them."""
     is_marked: Tensor | None = None
@@ -171,6 +177,8 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
         versions=_of_sampled(rows, "versions", np.int64, device),
         ref_logprobs=_unless_lacking(rows, "ref_logprobs", np.float32, device),
         old_logprobs=_unless_lacking(rows, "old_logprobs", np.float32, device),
+        teacher_logprobs=_unless_lacking(rows, "teacher_logprobs", np.float32, device),
+        **_teacher_top(rows, device),
         old_values=_unless_lacking(rows, "values", np.float32, device),
         is_marked=_unless_lacking(rows, "marks", np.bool_, device),
     )
@@ -190,3 +198,13 @@ def _unless_lacking(rows: Sequence[Row], name: str, dtype: type[np.generic], dev
     """``_of_sampled``, or None if a row lacks the field."""
     is_lacking = any(getattr(row.trajectory, name) is None for row in rows)
     return None if is_lacking else _of_sampled(rows, name, dtype, device)
+
+
+def _teacher_top(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
+    """``teacher_top_ids`` and ``teacher_top_logprobs``; nothing if a row lacks them, or there is none."""
+    pairs = [(row.trajectory.loss_mask, row.trajectory.teacher_top) for row in rows]
+    chosen = [(top.ids[mask], top.logprobs[mask]) for mask, top in pairs if top is not None]
+    if not rows or len(chosen) < len(rows):
+        return {}
+    ids, logprobs = (torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*chosen, strict=True))
+    return {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}

@@ -25,7 +25,7 @@ class Distillation:
     """
 
     coef: float = 1.0
-    """> 0."""
+    """>= 0; 0 where the divergence is a term of the loss (``Objective.teacher_coef``)."""
     forward: bool = False
     ratio_clip: float | None = None
     """Largest ``teacher / student``, for ``forward``; None: no bound. With one, what the teacher likes more than that counts as that."""

@@ -85,9 +85,10 @@ def _estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 def _distillation(config: DistillationConfig) -> Distillation | None:
     if not config.teachers:
         return None
+    is_in_loss = config.top_k is not None
     return Distillation(
-        coef=config.coef,
-        forward=config.divergence is Divergence.forward_kl,
+        coef=0.0 if is_in_loss else config.coef,
+        forward=config.divergence is Divergence.forward_kl and not is_in_loss,
         ratio_clip=config.ratio_clip,
         is_alone=not config.use_rewards,
     )

@@ -82,6 +82,7 @@ def critic_path(config: Config) -> Path | None:
 def training_settings(config: Config, policy_path: Path, num_steps: int) -> TrainingSettings:
     """Return settings of the policy workers; ``num_steps`` are those of the whole run."""
     training, algorithm = config.training, config.trainer.algorithm
+    distillation = algorithm.distillation
     deepspeed = training.deepspeed if training.backend is TrainingBackendName.deepspeed else None
     return from_section(
         TrainingSettings,
@@ -104,6 +105,8 @@ def training_settings(config: Config, policy_path: Path, num_steps: int) -> Trai
         kl_estimator=algorithm.kl_estimator.name if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        teacher_coef=distillation.coef if distillation.teachers and distillation.top_k is not None else 0.0,
+        teacher_divergence=distillation.divergence.name,
         seed=config.trainer.seed,
         is_deterministic=config.trainer.deterministic,
     )
@@ -113,6 +116,11 @@ def forward_settings(config: Config, path: str) -> TrainingSettings:
     """Return settings of workers that compute log-probs like the policy workers, under the model at ``path``."""
     settings = training_settings(config, Path(path), num_steps=0)
     return replace(settings, trains=False, lora=None, deepspeed=None, shares_weights=False, has_reference=False)
+
+
+def teacher_settings(config: Config, path: str) -> TrainingSettings:
+    """Return settings of the workers of the teacher at ``path``."""
+    return replace(forward_settings(config, path), num_top_tokens=config.trainer.algorithm.distillation.top_k or 0)
 
 
 def critic_settings(config: Config, path: Path, num_steps: int) -> TrainingSettings:

@@ -19,6 +19,7 @@ from skyrl_async.composition.logprobs import (
     critic_settings,
     forward_settings,
     reference_path,
+    teacher_settings,
     training_settings,
 )
 from skyrl_async.composition.ray_cluster import ReservedDevices, engine_resources, worker_resources
@@ -174,7 +175,7 @@ class Processes:
             async def start() -> ForwardWorkers:
                 return await self._start_workers(
                     "teacher",
-                    forward_settings(config, path),
+                    teacher_settings(config, path),
                     actors=range(place * num_each, (place + 1) * num_each),
                     worker_name=f"teacher-{name}-worker",
                 )

@@ -37,7 +37,7 @@ def check_teachers(config: Config, policy_dir: Path, prompts: Prompts) -> None:
     for prompt in prompts.train:
         teacher_of(config, prompt)
     for name, place in local_teachers(config).items():
-        _check_tokens(name, Path(place), policy_dir)
+        _check_tokens(name, Path(place), policy_dir, config.trainer.algorithm.distillation.top_k)
 
 
 def teacher_of(config: Config, prompt: Prompt) -> str:
@@ -54,7 +54,7 @@ def teacher_of(config: Config, prompt: Prompt) -> str:
     return str(name)
 
 
-def _check_tokens(name: str, directory: Path, policy_dir: Path) -> None:
+def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | None) -> None:
     from transformers import AutoTokenizer
 
     key = f"{_KEY}.teachers.{name}"
@@ -71,6 +71,11 @@ def _check_tokens(name: str, directory: Path, policy_dir: Path) -> None:
         )
     if sizes[0] < max(here.get_vocab().values()) + 1:
         raise PolicyError(f"{key}={directory} has {sizes[0]} tokens, and the policy's tokenizer more")
+    if top_k is not None and sizes[0] != sizes[1]:
+        raise PolicyError(
+            f"{key}={directory} has {sizes[0]} tokens and the policy {sizes[1]}: with {_KEY}.top_k={top_k} both must have as many, unused "
+            "ones included; set top_k=null, or choose another teacher"
+        )
 
 
 def _first_difference(

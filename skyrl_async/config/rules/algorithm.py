@@ -121,11 +121,17 @@ def divergence_rules(config: Config) -> Iterator[str]:
 
 def distillation_rules(config: Config) -> Iterator[str]:
     """Teachers judge every sampled token at the sampling temperature."""
-    teachers, sampling = config.trainer.algorithm.distillation.teachers, config.generator.sampling
+    distillation, sampling = config.trainer.algorithm.distillation, config.generator.sampling
+    teachers, top_k = distillation.teachers, distillation.top_k
     key = "trainer.algorithm.distillation.teachers"
     for name, place in teachers.items():
         if not place:
             yield f"{key}.{name} must be a directory or the address of a server, got nothing"
+        if is_url(place) and top_k is not None:
+            yield (
+                f"{key}.{name} must be a local directory with trainer.algorithm.distillation.top_k={top_k}, got {place}: servers give no "
+                "more than the sampled token's log-prob here; set top_k=null, or give the teacher's directory"
+            )
     if any(map(is_url, teachers.values())) and sampling.temperature != 1:
         yield (
             f"generator.sampling.temperature must be 1 with a server among {key}, got {sampling.temperature:g}: servers give prompt "

@@ -17,6 +17,7 @@ from skyrl_async.config.schema.algorithm import (
     ESTIMATORS_THAT_READ,
     LOSSES_THAT_READ,
     AlgorithmConfig,
+    Divergence,
     KlControl,
     KlEstimator,
     LossReduction,
@@ -39,7 +40,8 @@ _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
 _LARGEST_GSPO_BOUND = 0.05
 _BYTES_PER_TOKEN = 9
-"""A row takes these in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``)."""
+"""A row takes these in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``); of a teacher's
+likeliest tokens 8 each, and 4 for the rest."""
 _IN_THE_REWARD = {
     KlEstimator.k2: "has next to no force near the reference, and may push away from it",
     KlEstimator.k3: "pulls as KL(policy, reference) does and pushes as KL(reference, policy) would pull, which near the reference cancel",
@@ -66,6 +68,8 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     algorithm, filters = config.trainer.algorithm, config.trainer.fully_async.sample_full_batch
     is_normed = algorithm.loss_reduction is LossReduction.seq_mean_token_sum_norm
     is_adaptive = algorithm.kl_ctrl.type is KlControl.adaptive
+    distillation = algorithm.distillation
+    clips_ratio = distillation.divergence is Divergence.forward_kl and distillation.top_k is None
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
@@ -73,10 +77,11 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
         ("trainer.ref", ("path",), algorithm.uses_reference, _REFERENCE),
         (
             f"{_ALGORITHM}.distillation",
-            ("teacher_key", "coef", "use_rewards", "api_key", "timeout_s"),
-            bool(algorithm.distillation.teachers),
+            ("teacher_key", "coef", "divergence", "top_k", "use_rewards", "api_key", "timeout_s"),
+            bool(distillation.teachers),
             "teachers",
         ),
+        (f"{_ALGORITHM}.distillation", ("ratio_clip",), clips_ratio, "divergence=forward_kl and top_k=null"),
         ("trainer.critic", (), needs_critic(config), "advantage_estimator=gae or turn_gae"),
         ("training", ("num_critic_workers",), needs_critic(config), "advantage_estimator=gae or turn_gae"),
         (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),
@@ -243,7 +248,9 @@ def _advice_on_memory(config: Config) -> Iterator[str]:
     trainer, algorithm = config.trainer, config.trainer.algorithm
     num_rows = trainer.most_open_groups * config.generator.n_samples_per_prompt
     longest = config.engine.max_model_len or config.generator.sampling.max_tokens
-    num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * algorithm.uses_reference)
+    distillation = algorithm.distillation
+    of_teacher = 8 * distillation.top_k + 4 if distillation.teachers and distillation.top_k is not None else 0
+    num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * algorithm.uses_reference + of_teacher)
     if num_bytes > (there := psutil.virtual_memory().total):
         yield (
             f"trainer.policy_mini_batch_size={trainer.policy_mini_batch_size} x {trainer.staleness_bound + 1} "

@@ -175,13 +175,18 @@ class DistillationConfig:
     teacher_key: str = "teacher"
     """Column of the dataset that names each prompt's teacher; one teacher needs none."""
     coef: float = bounded(1.0, gt=0)
-    """Weight of the teacher in the advantage of each token."""
+    """Weight of the teacher in the advantage of each token, or with top_k of the divergence in its loss."""
     divergence: Divergence = Divergence.reverse_kl
     """What is made smaller at each token. reverse_kl: KL(student, teacher), by log teacher - log student; the student becomes sure of what
     the teacher would say. forward_kl: KL(teacher, student), by teacher / student - 1; the student comes to say all that the teacher might.
     """
+    top_k: int | None = bounded(None, ge=1)
+    """Compute the divergence itself at each token, over the teacher's top_k likeliest tokens and the rest of the vocabulary taken together;
+    at the vocabulary's size or above, over all tokens. It is a term of the loss, not of the advantage, and needs local teachers. Until it
+    is trained, each response token of an answer takes 8 top_k + 4 more bytes. Null: estimate it from the sampled token alone.
+    """
     ratio_clip: float | None = bounded(10.0, gt=1)
-    """Largest teacher / student with forward_kl: rare tokens that the teacher likes weigh no more. Null: no bound, and no bias."""
+    """Largest teacher / student with forward_kl and no top_k: rare tokens that the teacher likes weigh no more. Null: no bound, no bias."""
     use_rewards: bool = False
     """Add it to the advantages of the rewards; false takes their place."""
     api_key: str | None = None

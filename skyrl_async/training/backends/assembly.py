@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from skyrl_async.algorithms.divergences import DIVERGENCES
 from skyrl_async.algorithms.kl import KL_ESTIMATORS
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
@@ -89,6 +90,8 @@ def make_objective(settings: TrainingSettings) -> Objective:
         kl_coef=settings.kl_coef,
         entropy_coef=settings.entropy_coef,
         correction=None if settings.correction.is_empty else correction,
+        teacher_divergence=DIVERGENCES[settings.teacher_divergence],
+        teacher_coef=settings.teacher_coef,
     )
 
 

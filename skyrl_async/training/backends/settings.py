@@ -73,6 +73,9 @@ class TrainingSettings:
     """Local Hugging Face directory of the reference. None: the initial policy; with adapters, the policy without them and no second
     model."""
 
+    num_top_tokens: int = 0
+    """Likeliest tokens that ``logprobs_of`` gives in the place of each sampled one, for ``teacher_coef`` elsewhere; 0: none."""
+
     is_critic: bool = False
     """The model has a value head in place of its output projection, and its values are trained towards returns."""
     value_clip: float | None = 0.2
@@ -89,6 +92,10 @@ class TrainingSettings:
     """Weight of the divergence in the loss, >= 0; 0 only measures it."""
     entropy_coef: float = 0.0
     """Weight of the entropy that the loss rewards, >= 0; 0 only measures it."""
+    teacher_coef: float = 0.0
+    """Weight in the loss of the divergence over a teacher's likeliest tokens, >= 0; 0: rows need none."""
+    teacher_divergence: str = "reverse_kl"
+    """Name known to ``algorithms.divergences.DIVERGENCES``."""
     bad_step_dir: str | None = None
     """Directory for the rows of a step whose loss or gradient is not finite; None: they are not written."""
     seed: int = 0

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.columns import Advantages, Logprobs, TokenIds
+from skyrl_async.columns import Advantages, Logprobs, TokenIds, TopTokens
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -60,7 +61,8 @@ def split_work(
     rows = [_row(trajectory, values) for trajectory, values in pairs if trajectory.num_sampled_tokens > 0]
     runs_reference = _runs_reference(rows, settings)
     has_marks = any(row.trajectory.marks is not None and row.trajectory.marks.any() for row in rows)
-    has_other_terms = bool(rows) and (settings.is_critic or settings.kl_coef > 0 or settings.entropy_coef > 0)
+    coefs = (settings.kl_coef, settings.entropy_coef, settings.teacher_coef)
+    has_other_terms = bool(rows) and (settings.is_critic or any(coefs))
     has_gradient = has_marks or has_other_terms or any(row.advantages.any() for row in rows)
     return [
         RankWork(
@@ -82,12 +84,18 @@ def _row(trajectory: Trajectory, advantages: float | Advantages) -> Row:
 
 def _of_responses(trajectories: Sequence[Trajectory], sampled: Iterable[tuple[Row, Logprobs]]) -> tuple[Logprobs, ...]:
     """A column per trajectory with one value per response token, from rows' values per sampled token; 0.0 elsewhere."""
-    columns: dict[int, Logprobs] = {
-        id(row): np.zeros(len(row.response_token_ids), dtype=np.float32) for row in trajectories
-    }
-    for row, values in sampled:
-        columns[id(row.trajectory)][row.trajectory.loss_mask] = values
-    return tuple(columns[id(row)] for row in trajectories)
+    columns = {id(row.trajectory): _of_response(row, values) for row, values in sampled}
+    return tuple(
+        columns[id(row)] if id(row) in columns else np.zeros(len(row.response_token_ids), np.float32)
+        for row in trajectories
+    )
+
+
+def _of_response(row: Row, sampled: NDArray[Any]) -> NDArray[Any]:
+    """(T, ...) of what each sampled token has, zero elsewhere."""
+    column = np.zeros((len(row.trajectory.response_token_ids), *sampled.shape[1:]), sampled.dtype)
+    column[row.trajectory.loss_mask] = sampled
+    return column
 
 
 def _picked(rows: Sequence[Row], plan: Sequence[Sequence[int]]) -> MicroBatches:
@@ -118,6 +126,10 @@ def _runs_reference(rows: Sequence[Row], settings: TrainingSettings) -> bool:
         raise TrainingError(
             f"trainer.algorithm.policy_loss_type={settings.policy_loss} needs trajectories with marks, chosen among all of a step; some "
             "have none"
+        )
+    if settings.teacher_coef and any(row.trajectory.teacher_top is None for row in rows):
+        raise TrainingError(
+            "trainer.algorithm.distillation.top_k needs trajectories with teacher_top, which the stage teacher_logp gives; some have none"
         )
     if settings.kl_estimator is None or all(row.trajectory.ref_logprobs is not None for row in rows):
         return False
@@ -192,9 +204,17 @@ class PolicyOverRanks(ABC):
         versions = {answer.version for answer in answers}
         if len(versions) != 1:
             raise TrainingError(f"workers hold different versions of the weights: {sorted(versions)}")
-        dealt = (rows[index] for plan in plans for index in chain.from_iterable(plan))
+        dealt = [rows[index] for plan in plans for index in chain.from_iterable(plan)]
         values = chain.from_iterable(answer.values for answer in answers)
-        return RowLogprobs(values=_of_responses(trajectories, zip(dealt, values, strict=True)), version=versions.pop())
+        top = {
+            id(row.trajectory): TopTokens(ids=_of_response(row, of.ids), logprobs=_of_response(row, of.logprobs))
+            for row, of in zip(dealt, chain.from_iterable(answer.top for answer in answers), strict=False)
+        }
+        return RowLogprobs(
+            values=_of_responses(trajectories, zip(dealt, values, strict=True)),
+            version=versions.pop(),
+            top=tuple(top.get(id(row)) for row in trajectories) if top else (),
+        )
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Replace all weights by a published version's, on ranks that do not train."""

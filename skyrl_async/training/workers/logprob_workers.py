@@ -32,7 +32,8 @@ ComputeColumns = Callable[[Sequence[Trajectory]], Awaitable[RowLogprobs]]
 
 @dataclass(frozen=True, slots=True)
 class ColumnStageWork:
-    """The work of the stages ``ref_logp``, ``logp``, ``teacher_logp`` and ``values``: fills in a column that a finished group's rows lack.
+    """The work of the stages ``ref_logp``, ``logp``, ``teacher_logp`` and ``values``: fills in a column that a finished group's rows lack,
+    and ``teacher_top`` where the workers give likeliest tokens.
 
     Some rows of a group from a checkpoint have it already.
     """
@@ -53,6 +54,8 @@ class ColumnStageWork:
         version: dict[str, Any] = {} if self.version is None else {self.version: found.version}
         for index, values in zip(lacking, found.values, strict=True):
             rows[index] = replace(rows[index], **{self.column: values}, **version)
+        for index, top in zip(lacking, found.top, strict=False):
+            rows[index] = replace(rows[index], teacher_top=top)
         return replace(group, trajectories=tuple(rows))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.algorithms.batching import Row, collate
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.columns import Logprobs, TokenIds, Values
+from skyrl_async.columns import Logprobs, TokenIds, TopTokens, Values
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.assembly import (
@@ -36,7 +36,7 @@ from skyrl_async.training.backends.fsdp import FSDPBackend
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.sharded import ShardedBackend
 from skyrl_async.training.backends.state_files import failing_together, save_state
-from skyrl_async.training.backends.token_logprobs import TokenLogprobs, batch_logprobs
+from skyrl_async.training.backends.token_logprobs import TokenLogprobs, batch_scores
 from skyrl_async.training.backends.token_values import TokenValues, replace_head
 from skyrl_async.training.export.hf_export import as_peft_directory, export_hf_directory, export_peft_directory
 from skyrl_async.training.export.manifest import check_manifest, write_manifest
@@ -223,14 +223,19 @@ class PolicyRank:
         return [float(value) for value in logprobs.tolist()]
 
     def logprobs_of(self, micro_batches: MicroBatches, model: LogprobModel) -> RowLogprobs:
-        """Log-probs of this rank's rows: per row of all micro-batches, one value per sampled token."""
-        is_ref, found = model is LogprobModel.REF, list[Logprobs]()
+        """Log-probs of this rank's rows, and with ``TrainingSettings.num_top_tokens`` likeliest tokens: per row of all micro-batches, one
+        value, or one line of tokens, per sampled token.
+        """
+        is_ref, found, top = model is LogprobModel.REF, list[Logprobs](), list[TopTokens]()
+        num_top = self._settings.num_top_tokens
         with opened(self._reference) if is_ref else contextlib.nullcontext(self._token_logprobs) as forward:
             for rows in micro_batches:
                 batch = collate(rows, self._device, is_packed=self._settings.use_sample_packing)
-                values = batch_logprobs(forward, batch, temperature=self._settings.temperature)
-                found += _by_row(values, rows)
-        return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version)
+                scores = batch_scores(forward, batch, temperature=self._settings.temperature, num_top=num_top)
+                found += _by_row(scores.logprobs, rows)
+                of_rows = zip(_by_row(scores.top_ids.int(), rows), _by_row(scores.top_logprobs, rows), strict=True)
+                top += [TopTokens(ids=ids, logprobs=logprobs) for ids, logprobs in of_rows if num_top]
+        return RowLogprobs(values=tuple(found), version=0 if is_ref else self._backend.version, top=tuple(top))
 
     @torch.no_grad()
     def values_of(self, micro_batches: MicroBatches) -> RowLogprobs:
@@ -340,7 +345,7 @@ class PolicyRank:
         self._copies.close()
 
 
-def _by_row(values: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
+def _by_row(values: Tensor, rows: Sequence[Row]) -> list[Any]:
     """Values of a micro-batch's sampled tokens, row by row."""
     return (
         [of_row.numpy() for of_row in values.cpu().split([row.trajectory.num_sampled_tokens for row in rows])]

@@ -54,17 +54,19 @@ class PolicyLoss:
         if work.runs_reference:
             with opened(self.reference) as reference:
                 ref_logprobs = batch_logprobs(reference, batch, temperature=self.temperature)
-        logprobs, entropies = self.token_logprobs(
+        objective, top = self.objective, batch.teacher_top_ids
+        scores = self.token_logprobs.scores(
             batch.input_ids,
             batch.positions,
             batch.targets,
             temperature=self.temperature,
-            entropies=Entropies.GRADIENTS if self.objective.entropy_coef else Entropies.VALUES,
+            entropies=Entropies.GRADIENTS if objective.entropy_coef else Entropies.VALUES,
             row_lengths=batch.row_lengths,
+            top=top if top is not None and objective.teacher_coef else 0,
         )
-        loss = self.objective(logprobs, batch, ref_logprobs, entropies)
-        found = logprobs.detach()
-        figures = partial(_policy_figures, loss, found, entropies.detach(), batch, work.version)
+        loss = objective(scores.logprobs, batch, ref_logprobs, scores.entropies, scores.top_logprobs)
+        found = scores.logprobs.detach()
+        figures = partial(_policy_figures, loss, found, scores.entropies.detach(), batch, work.version)
         return Loss(total=loss.total, outputs=found, figures=figures)
 
 

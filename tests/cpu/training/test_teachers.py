@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from skyrl_async.columns import repeated
+from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.logprobs import teacher_settings, training_settings
 from skyrl_async.composition.teachers import check_teachers
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import ConfigError, InferenceError, PolicyError
@@ -24,9 +27,9 @@ from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.served_teacher import ServedTeacher
-from skyrl_async.types import LogprobModel, Prompt
+from skyrl_async.types import Group, LogprobModel, Prompt
 from tests.cpu.quick_config import config_of
-from tests.cpu.tiny_policies import trajectories, write_policy
+from tests.cpu.tiny_policies import VOCABULARY, trajectories, write_policy, write_tokenizer
 
 TEACHERS = "trainer.algorithm.distillation.teachers"
 
@@ -165,6 +168,45 @@ def test_each_prompt_names_its_teacher_and_a_directory_has_the_policys_tokens(tm
         PolicyError, match=r"teachers.t=.*other must have the policy's tokens: \d+ is '.*' there and '.*' here"
     ):
         check_teachers(config_of(f"{TEACHERS}={{t: {other}}}"), policy, prompts({}))
+
+
+def test_the_likeliest_tokens_are_asked_of_a_local_teacher_with_as_many_tokens_as_the_policy(tmp_path: Path) -> None:
+    top_k = "trainer.algorithm.distillation.top_k"
+    with pytest.raises(ConfigError, match=r"distillation.top_k must be >= 1 or null, got 0"):
+        config_of(f"{TEACHERS}={{t: /somewhere}}", f"{top_k}=0")
+    with pytest.raises(
+        ConfigError,
+        match=r"teachers.t must be a local directory with .*top_k=8, got http://host/v1: .*; set top_k=null",
+    ):
+        config_of(f"{TEACHERS}={{t: 'http://host/v1', u: /somewhere}}", f"{top_k}=8")
+    for name in ("policy", "padded"):
+        write_tokenizer(write_policy(tmp_path / name, vocab_size=VOCABULARY + 16 * (name == "padded")))
+    config = config_of(f"{TEACHERS}={{t: {tmp_path / 'padded'}}}", f"{top_k}=8")
+    with pytest.raises(
+        PolicyError, match=r"teachers.t=.*padded has 64 tokens and the policy 48: with .*top_k=8 both must have"
+    ):
+        check_teachers(config, tmp_path / "policy", prompts({}))
+    check_teachers(config_of(f"{TEACHERS}={{t: {tmp_path / 'padded'}}}"), tmp_path / "policy", prompts({}))
+
+
+def test_with_top_k_the_divergence_is_in_the_loss_alone_and_rewards_keep_their_advantages() -> None:
+    row = replace(trajectories(1, seed=1)[0], teacher_logprobs=np.zeros(4, np.float32))
+    for use_rewards, expected in (("false", 0.0), ("true", 0.5)):
+        keys = (
+            f"{TEACHERS}={{t: /x}}",
+            "trainer.algorithm.distillation.top_k=4",
+            "trainer.algorithm.distillation.coef=0.3",
+        )
+        config = config_of(*keys, f"trainer.algorithm.distillation.use_rewards={use_rewards}")
+        distillation = make_advantages(config.trainer.algorithm).of_step.distillation
+        assert distillation is not None
+        group = Group(
+            uid="p0", admission_index=0, scheduled_version=0, trajectories=(row,), advantages=(repeated(0.5, 4),)
+        )
+        assert distillation(group).advantages[0].tolist() == [expected] * 4
+        settings = training_settings(config, Path("/policy"), num_steps=1)
+        assert (settings.teacher_coef, settings.num_top_tokens) == (0.3, 0)
+        assert teacher_settings(config, "/x").num_top_tokens == 4
 
 
 def test_a_server_scores_at_temperature_1_only() -> None:

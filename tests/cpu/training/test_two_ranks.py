@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.columns import TopTokens
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from skyrl_async.training.workers.rank import PolicyRank
@@ -32,16 +33,19 @@ LOSS: dict[str, Any] = {
     "kl_estimator": "k3",
     "kl_coef": 0.01,
     "has_reference": True,
+    "teacher_coef": 0.01,
     "micro_batch_tokens": 40,
 }
 
 
 def rows() -> list[Trajectory]:
-    """Five, so that a rank idles while the other computes its last micro-batch."""
+    """Five, so that a rank idles while the other computes its last micro-batch. Their teacher likes random tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def row(length: int) -> Trajectory:
         ids = tuple(torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist())
+        liked = torch.rand(length, VOCABULARY, generator=generator).topk(4).indices
+        likely = torch.rand(length, 5, generator=generator).log_softmax(-1)
         return Trajectory(
             prompt_token_ids=ids[:4],
             response_token_ids=ids[4:],
@@ -49,6 +53,7 @@ def rows() -> list[Trajectory]:
             logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
             versions=(0,) * length,
             reward=0.0,
+            teacher_top=TopTokens(ids=liked.int().numpy(), logprobs=likely.numpy()),
         )
 
     return [row(length) for length in (3, 30, 11, 24, 7)]
