@@ -378,6 +378,11 @@ class Trajectory:
         """Tokens that the policy sampled and that are trained."""
         return int(np.count_nonzero(self.loss_mask))
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_token_ids) + len(self.response_token_ids)
+
 
 _COLUMNS = {
     "token_ids": np.int32,

@@ -29,7 +29,7 @@ class Row:
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
-        return len(self.trajectory.prompt_token_ids) + len(self.trajectory.response_token_ids)
+        return self.trajectory.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,12 @@ def known_context(config: Config, policy_dir: Path) -> int:
     """Longest prompt plus answer according to the files; engines may allow less, which is known once they are up."""
     if config.engine.max_model_len is not None:
         return config.engine.max_model_len
-    declared = text_config(read_config(str(policy_dir))).get("max_position_embeddings")
+    return declared_context(policy_dir)
+
+
+def declared_context(directory: Path, key: str = "policy.path") -> int:
+    """Longest prompt plus answer of the model directory that ``key`` names; ``sys.maxsize`` where its files declare none."""
+    declared = text_config(read_config(str(directory), key)).get("max_position_embeddings")
     return sys.maxsize if declared is None else int(declared)
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_async.composition.data import Prompts
+from skyrl_async.composition.data import Prompts, declared_context
 from skyrl_async.composition.time_sharing import on_leased_devices
 from skyrl_async.config.rules.algorithm import is_url, local_teachers
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, PolicyError
+from skyrl_async.errors import ConfigError, PolicyError, TrainingError
 from skyrl_async.inference.policy_files import read_config, text_config
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup
@@ -114,10 +114,19 @@ class TeacherStageWork:
     """By teacher."""
     names: Mapping[str, str]
     """Uid of a prompt -> its teacher."""
+    contexts: Mapping[str, int]
+    """Local teacher -> most tokens of prompt and answer that its files declare; a server says its own."""
 
     async def __call__(self, group: Group) -> Group:
-        """Return the group with its teacher's log-probs."""
-        return await self.works[self.names[group.uid]](group)
+        """Return the group with its teacher's log-probs. Raises ``TrainingError`` for a row that is too long for a local teacher."""
+        name = self.names[group.uid]
+        longest = max((row.num_tokens for row in group.trajectories if row.num_sampled_tokens), default=0)
+        if longest > (context := self.contexts.get(name, longest)):
+            raise TrainingError(
+                f"{_KEY}.teachers.{name} has a context of {context} tokens (max_position_embeddings), and prompt {group.uid} with an "
+                f"answer has {longest}: set engine.max_model_len={context}, or choose a teacher with a longer context"
+            )
+        return await self.works[name](group)
 
 
 def teacher_work(
@@ -126,4 +135,7 @@ def teacher_work(
     """Return the work of the stage ``teacher_logp``; one lease serves all groups that wait, where local teachers share devices."""
     works = {name: ColumnStageWork(teacher.logprobs_of, "teacher_logprobs") for name, teacher in teachers.items()}
     names = {prompt.uid: teacher_of(config, prompt) for prompt in prompts}
-    return on_leased_devices(TeacherStageWork(works=works, names=names), "teacher", device_groups)
+    local = local_teachers(config).items()
+    contexts = {name: declared_context(Path(place), f"{_KEY}.teachers.{name}") for name, place in local}
+    work = TeacherStageWork(works=works, names=names, contexts=contexts)
+    return on_leased_devices(work, "teacher", device_groups)

@@ -48,6 +48,8 @@ class ServedTeacher:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=_REQUEST_TIMEOUT_S)
         self._model: str | None = None
+        self._context: int | None = None
+        """Most tokens of prompt and answer, where the server says; each request asks for one token beside its prompt."""
 
     async def check(self, probe: Sequence[int], texts: Sequence[str]) -> None:
         """Score a few tokens, before a run needs it.
@@ -120,7 +122,13 @@ class ServedTeacher:
         if self._model is None:
             models = await self._http.get("/models")
             models.raise_for_status()
-            self._model = str(models.json()["data"][0]["id"])
+            (first, *_) = models.json()["data"]
+            self._context, self._model = first.get("max_model_len"), str(first["id"])
+        if self._context is not None and len(token_ids) >= self._context:
+            raise InferenceError(
+                f"{self._label} has a context of {self._context} tokens (max_model_len), and a prompt with its answer has "
+                f"{len(token_ids)}: set engine.max_model_len={self._context - 1}, or start it with a longer --max-model-len"
+            )
         body = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0}
         answer = await self._http.post("/completions", json=body)
         if answer.is_client_error and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:

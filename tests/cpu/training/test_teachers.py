@@ -1,7 +1,7 @@
 """Teachers behind a server: real HTTP, with a model's own log-probs as the scores; and what is refused before a run."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,16 +18,16 @@ from skyrl_async.columns import repeated
 from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import teacher_settings, training_settings
-from skyrl_async.composition.teachers import check_teachers
+from skyrl_async.composition.teachers import check_teachers, teacher_work
 from skyrl_async.endpoint.server.serve import start_server
-from skyrl_async.errors import ConfigError, InferenceError, PolicyError
+from skyrl_async.errors import ConfigError, InferenceError, PolicyError, TrainingError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.served_teacher import ServedTeacher
-from skyrl_async.types import Group, LogprobModel, Prompt
+from skyrl_async.types import Group, LogprobModel, Prompt, RowLogprobs, Trajectory
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import VOCABULARY, trajectories, write_policy, write_tokenizer
 
@@ -43,10 +43,12 @@ class Server:
     """So many requests are answered by 503 first."""
     num_aborted: int = 0
     """So many are answered without scores first, as vLLM answers what it has not finished when it is told to end."""
+    context: int | None = None
+    """What it says of its own."""
     asked: list[list[int]] = field(default_factory=list)
 
     async def models(self, request: Request) -> JSONResponse:
-        return JSONResponse({"data": [{"id": "teacher"}]})
+        return JSONResponse({"data": [{"id": "teacher", "max_model_len": self.context}]})
 
     async def completions(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -146,6 +148,41 @@ async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(s
     ):
         await ServedTeacher("math", "http://127.0.0.1:9/v1", api_key=None, timeout_s=1.0).check([3, 4], ["<3>", "<4>"])
     await server.policy.close()
+
+
+async def test_a_row_longer_than_a_servers_context_is_refused_before_it_is_sent(server: Server) -> None:
+    server.context = 20
+    async with server.teacher() as teacher:
+        assert len(await teacher._until_scored([1] * 19)) == 19
+        with pytest.raises(
+            InferenceError,
+            match=r"teacher math at http.* has a context of 20 tokens .*has 20: set engine.max_model_len=19",
+        ):
+            await teacher._until_scored([1] * 20)
+    assert [len(prompt) for prompt in server.asked] == [19]
+    await server.policy.close()
+
+
+async def test_a_row_longer_than_a_local_teachers_context_is_refused_before_it_is_computed(tmp_path: Path) -> None:
+    (row, longer), asked = trajectories(2, seed=1), list[int]()  # of 8 and of 15 tokens
+    directory = write_policy(tmp_path / "short", max_position_embeddings=14)
+    config = config_of(f"{TEACHERS}={{t: {directory}}}")
+
+    class Teacher:
+        async def logprobs_of(self, rows: Sequence[Trajectory]) -> RowLogprobs:
+            asked.extend(one.num_tokens for one in rows)
+            return RowLogprobs(values=tuple(one.logprobs for one in rows), version=0)
+
+    work = teacher_work(config, {"t": Teacher()}, prompts({}).train, {})  # type: ignore[dict-item]
+    group = Group(uid="p0", admission_index=0, scheduled_version=0, trajectories=(row,))
+    silent = replace(longer, loss_mask=np.zeros_like(longer.loss_mask))
+    await work(replace(group, trajectories=(row, silent)))
+    with pytest.raises(
+        TrainingError,
+        match=r"teachers.t has a context of 14 tokens .*, and prompt p0 .* 15: set engine.max_model_len=14",
+    ):
+        await work(replace(group, trajectories=(row, longer)))
+    assert asked == [8, 15]  # the second without a sampled token
 
 
 def prompts(*extras: dict[str, str]) -> Prompts:
