@@ -182,8 +182,9 @@ class DistillationConfig:
     """
     top_k: int | None = bounded(None, ge=1)
     """Compute the divergence itself at each token, over the teacher's top_k likeliest tokens and the rest of the vocabulary taken together;
-    at the vocabulary's size or above, over all tokens. It is a term of the loss, not of the advantage, and needs local teachers. Until it
-    is trained, each response token of an answer takes 8 top_k + 4 more bytes. Null: estimate it from the sampled token alone.
+    at the vocabulary's size or above, over all tokens. It is a term of the loss, not of the advantage, and needs local teachers. From the
+    teacher to its step each response token of an answer takes 8 top_k + 4 more bytes, and then in trainer.restart_journal_mb. Null:
+    estimate it from the sampled token alone.
     """
     ratio_clip: float | None = bounded(10.0, gt=1)
     """Largest teacher / student with forward_kl and no top_k: rare tokens that the teacher likes weigh no more. Null: no bound, no bias."""

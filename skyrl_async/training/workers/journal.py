@@ -1,6 +1,6 @@
 """The calls to the policy since the last checkpoint, which a restart of its workers makes again.
 
-Calls are kept pickled, after they succeeded: some 9 bytes per token. Knows nothing of workers.
+Calls are kept pickled, after they succeeded: some 9 bytes per token, and those of a teacher's likeliest tokens. Knows nothing of workers.
 """
 
 import pickle
