@@ -13,6 +13,8 @@ Row = Mapping[str, float]
 """Figures of a step by metric name."""
 
 FAILED = "generate/failed_frac"
+_TEACHER = "policy/teacher_kl"
+"""There where a teacher trains tokens, whatever the rewards are."""
 _NUMBER = re.compile(r"\d+")
 _MAX_REASON = 200
 _WARM_UP_STEPS = 2
@@ -110,14 +112,14 @@ RULES = (
     Rule(
         name="no signal, all wrong",
         metric="reward/zero_variance_frac",
-        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 1.0) < 0.5,
+        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 1.0) < 0.5 and _TEACHER not in row,
         says="In {value:.0%} of the groups all samples have the same, low reward: they train nothing",
         advice="Take easier prompts, raise generator.n_samples_per_prompt, or look at a sample whether its reward is right.",
     ),
     Rule(
         name="no signal, all right",
         metric="reward/zero_variance_frac",
-        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 0.0) >= 0.5,
+        is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 0.0) >= 0.5 and _TEACHER not in row,
         says="In {value:.0%} of the groups all samples have the same, high reward: they train nothing",
         advice="The prompts are solved: end the run, or take harder ones.",
     ),

@@ -78,6 +78,11 @@ def test_one_bad_step_is_no_alarm_and_a_step_that_lacks_the_figure_is_passed_ove
     assert found.since_step == 21
 
 
+@pytest.mark.parametrize("name", ["no signal, all wrong", "no signal, all right"])
+def test_equal_rewards_are_no_fault_where_a_teacher_trains_every_token(name: str) -> None:
+    assert not list(alarms(steps(*[FAULTS[name] | {"policy/teacher_kl": 0.1}] * 20)))
+
+
 def test_the_alarm_on_failing_samples_names_the_commonest_reason_and_its_share() -> None:
     rows = steps(*[FAULTS["failing samples"]] * 10)
     slow = [f"DeadlineError: the rollout of p{number} took longer than 30 s" for number in range(3)]
