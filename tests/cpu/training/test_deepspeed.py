@@ -19,6 +19,7 @@ from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.training.backends.deepspeed import engine_config
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.types import LogprobModel
 from tests.cpu.tiny_policies import advantages, assert_close, num_tokens, train, trajectories, weights, write_policy
 
 STAGES = (0, 1, 2, 3)
@@ -91,6 +92,22 @@ class TestEveryStage:
             await each.forward_backward(rows, [0.0] * 4, 1)
             assert (await each.step(num_tokens(rows)))["grad_norm"] == 0.0
         assert_close(await weights(policy, tmp_path / "a"), await weights(reference, tmp_path / "b"), atol=1e-5)
+
+    async def test_a_step_towards_a_teachers_likeliest_tokens_is_that_of_fsdp(
+        self, make: Make, stage: int, tmp_path: Path
+    ) -> None:
+        directory = str(write_policy(tmp_path / "teacher", seed=5))
+        rows = trajectories(4, seed=1)
+        teacher = make(None, policy_path=directory, trains=False, num_top_tokens=4)
+        found = await teacher.logprobs_of(rows, LogprobModel.POLICY)
+        rows = [replace(row, teacher_top=top) for row, top in zip(rows, found.top, strict=True)]
+        policy, reference = (make(each, teacher_coef=0.5, max_grad_norm=0.0) for each in (stage, None))
+        answers = []
+        for each in (policy, reference):
+            divergence = (await each.forward_backward(rows, [0.0] * 4, 0))["teacher_kl_sum"]
+            answers.append((divergence, (await each.step(num_tokens(rows)))["grad_norm"]))
+        assert answers[0] == pytest.approx(answers[1], rel=1e-4) and answers[0][1] > 0
+        assert_close(await weights(policy, tmp_path / "a"), await weights(reference, tmp_path / "b"), atol=1e-4)
 
     async def test_log_probs_follow_every_step_and_exports_load(self, make: Make, stage: int, tmp_path: Path) -> None:
         policy, ids = make(stage), list(range(3, 20))

@@ -204,8 +204,10 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made_forwards_or_backwards(tied
     model = qwen3(vocab_size=vocabulary, max_position_embeddings=1024, tie_word_embeddings=tied, num_hidden_layers=1)
     token_logprobs = TokenLogprobs(model, chunk_size=chunk_size)
     with LargestTensor() as largest:
-        logprobs, entropies = token_logprobs(*long_batch, temperature=0.7, entropies=Entropies.GRADIENTS)
-        (logprobs + entropies).sum().backward()
+        settings = {"temperature": 0.7, "entropies": Entropies.GRADIENTS}
+        top_ids = token_logprobs.scores(*long_batch, **settings, top=8).top_ids
+        found = token_logprobs.scores(*long_batch, **settings, top=top_ids.int())
+        (found.logprobs + found.entropies + found.top_logprobs.sum(-1)).sum().backward()
     assert largest.num_elements <= max(
         chunk_size * vocabulary, 2 * 512 * 512
     )  # a chunk's logits, or attention's scores
