@@ -121,6 +121,18 @@ async def test_more_tokens_never_make_the_divergence_smaller(
     assert all(more >= fewer for fewer, more in pairwise(found)) and found[-1] > 1.1 * found[0]
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+async def test_steps_make_the_student_say_what_its_teacher_says(
+    make: Make, teacher_directory: Path, divergence: str
+) -> None:
+    rows, policy = await judged(make, teacher_directory, trajectories(4, seed=2), 4), student_of(make, divergence)
+    found = []
+    for step in range(30):
+        found.append((await policy.forward_backward(rows, [0.0] * 4, step))["teacher_kl_sum"])
+        await policy.step(num_tokens(rows))
+    assert found[-1] < 0.1 * found[0]
+
+
 @pytest.mark.parametrize("placement", ["streamed", "small micro-batches", "padded rows", "small chunks of logits"])
 async def test_losses_and_gradients_are_the_same_to_1e_6_however_rows_are_laid_out(
     make: Make, teacher_directory: Path, placement: str
