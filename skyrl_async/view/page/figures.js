@@ -20,6 +20,7 @@ const PANELS = [
   { title: "Log-prob gap, engine to trainer", unit: "nats",
     lines: { "policy/behavior_kl": "KL, all tokens", "policy/lag0_behavior_kl": "KL, newest version", "policy/lag0_logprob_gap_max": "largest, newest version" } },
   { title: "Gradient norm", lines: { "policy/grad_norm": "before clipping" }, zero: true },
+  { title: "Divergence from the teacher", unit: "nats", needed: true, lines: { "policy/teacher_kl": "mean over tokens" } },
   { title: "Critic, explained variance", needed: true, lines: { "critic/explained_variance": "1: perfect, 0: constant" } },
   { title: "Critic, values", unit: "reward", needed: true, lines: { "critic/values_mean": "values", "critic/returns_mean": "returns" } },
   { title: "Seconds of a step", unit: "s", zero: true,
