@@ -5,6 +5,7 @@ This file decides which parts a configuration asks for, and hands them the confi
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.teachers import Teacher, teacher_work
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
+from skyrl_async.config.schema.engine import PauseModeName
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import HARBOR_TASK
@@ -33,12 +35,15 @@ from skyrl_async.harnesses.registry import named_harness, shipped
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
+from skyrl_async.inference.pool import EnginePool
+from skyrl_async.inference.protocol import EngineLoad
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.buffer import GroupBuffer
+from skyrl_async.rollout.cache_limit import CacheLimit
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare, reward_with
-from skyrl_async.rollout.staleness import STALENESS_POLICIES
+from skyrl_async.rollout.staleness import STALENESS_POLICIES, _AsyncStalenessManager
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.trainer.critic import CriticTraining
@@ -47,6 +52,8 @@ from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.protocol import Critic, Policy
 from skyrl_async.weight_sync.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 
 def check_generator(config: Config) -> None:
@@ -248,6 +255,8 @@ def make_trainer(
         shutdown=shutdown,
         make_buffer=make_buffer,
     )
+    if trainer.limit_groups_by_cache:
+        _limit_by_cache(config, run.staleness, parts.client.pool)
     checkpointer = None
     if checkpoint_dir is not None:
         checkpointer = Checkpointer(
@@ -264,6 +273,25 @@ def make_trainer(
         lease=lease_of("policy", groups),
         critic=_critic_training(config, parts),
     )
+
+
+def _limit_by_cache(config: Config, staleness: _AsyncStalenessManager, pool: EnginePool) -> None:
+    """Let the engines' heartbeats decide how many groups are in flight, down to one mini-batch."""
+    most = staleness.max_concurrent_generation_groups
+    limit = CacheLimit(most, min(most, config.trainer.policy_mini_batch_size))
+    updates_preempt = config.engine.pause_mode is PauseModeName.keep
+
+    def observe(load: EngineLoad) -> None:
+        version = pool.policy_version if updates_preempt else 0
+        if limit.observe(load, in_flight=staleness.num_running, step=staleness.trained_version, version=version):
+            logger.warning(
+                "engines have preempted running requests because their caches are full: at most %d groups are in flight from now on "
+                "(trainer.limit_groups_by_cache); more room: engine.gpu_memory_utilization, or more engines",
+                limit.limit,
+            )
+        staleness.limit_groups(limit.limit)
+
+    pool.on_load = observe
 
 
 def _critic_training(config: Config, parts: Parts) -> CriticTraining | None:

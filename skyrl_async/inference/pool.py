@@ -9,6 +9,7 @@ the publisher of weights sets ``admission``, and the fleet that restarts engines
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import fields
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
@@ -85,6 +86,8 @@ class EnginePool:
         """The newest version that a call has got tokens of."""
         self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
+        self.on_load: Callable[[EngineLoad], None] = lambda load: None
+        """Called after each heartbeat with the sum of what the engines said last, but for ``cache_use``, which is their mean."""
         self.speeds: dict[str, float] = {}
         """Engine -> tokens sampled per second of a call, as ``measure_speeds`` found; those without an ended call are left out."""
         self.deadlines = Deadlines()
@@ -217,6 +220,7 @@ class EnginePool:
         """An engine has answered a heartbeat."""
         if (slot := self._slots.get(name)) is not None:
             slot.load_before, slot.load = slot.load, load
+            self.on_load(_total([slot.load for slot in self._slots.values()]))
 
     def load_statistics(self) -> dict[str, float]:
         """Of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.
@@ -224,15 +228,14 @@ class EnginePool:
         The hit fraction is missing where no prompt came meanwhile.
         """
         slots = self._slots.values()
-        num_prompt_tokens = sum(slot.load.num_prompt_tokens - slot.load_before.num_prompt_tokens for slot in slots)
-        num_cached_tokens = sum(slot.load.num_cached_tokens - slot.load_before.num_cached_tokens for slot in slots)
+        load, before = _total([slot.load for slot in slots]), _total([slot.load_before for slot in slots])
         found = {
-            "engines/cache_use": sum(slot.load.cache_use for slot in slots) / max(1, len(slots)),
-            "engines/preemptions": float(sum(slot.load.num_preemptions for slot in slots)),
-            "engines/waiting_requests": float(sum(slot.load.num_waiting for slot in slots)),
+            "engines/cache_use": load.cache_use,
+            "engines/preemptions": float(load.num_preemptions),
+            "engines/waiting_requests": float(load.num_waiting),
         }
-        if num_prompt_tokens:
-            found["engines/prefix_hit_frac"] = num_cached_tokens / num_prompt_tokens
+        if num_prompt_tokens := load.num_prompt_tokens - before.num_prompt_tokens:
+            found["engines/prefix_hit_frac"] = (load.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
         return found
 
     def count_call(self, name: str, num_tokens: int, seconds: float) -> None:
@@ -280,6 +283,12 @@ class EnginePool:
         if name in self._leaving and not self._leaving[name].num_calls:
             del self._leaving[name]
             self._placement.forget(name)
+
+
+def _total(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """The sum of each count, and the mean of ``cache_use``."""
+    sums = {each.name: sum(getattr(load, each.name) for load in loads) for each in fields(EngineLoad)}
+    return EngineLoad(**sums | {"cache_use": sums["cache_use"] / max(1, len(loads))})
 
 
 @asynccontextmanager

@@ -198,6 +198,11 @@ class _AsyncStalenessManager:
         self.trained_version = max(version, self.trained_version)
         self._changes.notify()
 
+    def limit_groups(self, num_groups: int) -> None:
+        """Admit groups while fewer than this are in flight, >= 1, in place of ``max_concurrent_generation_groups``."""
+        self.max_concurrent_generation_groups = num_groups
+        self._changes.notify()
+
     async def drained(self) -> None:
         """Wait until no group is running and none is about to be admitted. Unblocked by groups that end.
 

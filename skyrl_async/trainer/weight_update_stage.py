@@ -206,6 +206,7 @@ class WeightUpdateStage:
         state = {
             "async/buffer_groups": float(len(run.buffer)),
             "async/running_groups": float(run.staleness.num_running),
+            "async/max_running_groups": float(run.staleness.max_concurrent_generation_groups),
             "checkpoint/failures": float(self._saver.num_failures),
             "trainer/epoch": float(run.dataloader.epoch),
             **(run.watchdog.values() if run.watchdog else {}),

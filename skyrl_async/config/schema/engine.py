@@ -34,9 +34,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Share prompt prefixes; dropped at each weight update."""
     oldest_request_weight: float | None = bounded(None, ge=1)
-    """Several engines get requests of equal weight instead of equal number. The oldest weigh this much, the newest 1, so that requests
-    which training waits for share an engine with few others. 1 treats all alike; null: 1.5 (trainer.max_staleness_steps + 1) with
-    trainer.staleness_policy=wait or window, otherwise 2.
+    """Several engines get requests of equal weight instead of equal number, but for those whose prompt one has cached. The oldest weigh
+    this much, the newest 1, so that requests which training waits for share an engine with few others. 1 treats all alike; null: 1.5
+    (trainer.max_staleness_steps + 1) with trainer.staleness_policy=wait or window, otherwise 2.
     """
     start_timeout_s: float = bounded(600.0, gt=0)
     """An engine that is not up by then stops the run, with its last log lines. Compilation and CUDA graphs take minutes."""

@@ -126,6 +126,10 @@ class TrainerConfig:
     """Groups in flight at once, from policy_mini_batch_size to policy_mini_batch_size * (max_staleness_steps + 1). Null: as many as that
     allows, at most twice a mini-batch or what the engines run at once, whichever is more.
     """
+    limit_groups_by_cache: bool = True
+    """Have fewer groups in flight once engines preempt requests because their caches are full: at once a quarter fewer, then 2 % more per
+    step in which none waits inside an engine. Never more than num_parallel_generation_workers.
+    """
     count_buffered_as_in_flight: bool = True
     """While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that none is
     generated earlier than it can be used. False fills the buffer up to the staleness bound.

@@ -1,0 +1,69 @@
+"""How many groups may be in flight before engines run out of cache: a state machine without I/O and without a clock.
+
+    heartbeat with preemptions  ──> limit = 3/4 of the groups in flight ──drained──> listens again
+    step without any, nor queue ──> limit + 2 %, where it held groups back
+
+An engine whose cache of keys and values is full preempts a running request, drops what it has cached and computes it again later. Such work
+is lost, and how much room answers need is not known before they are there. So the limit is found as congestion of a network is, by
+additive increase and multiplicative decrease; the law and its constants are those of prime-rl's ``concurrency.py``, less its estimate of an
+episode's tokens, for which groups of ours differ too much.
+
+- A cut is relative to the groups that are in flight, not to the limit, which may be far above them. A quarter fewer of them free a
+  quarter of the cache.
+- While more groups are in flight than the limit, preemptions tell of the limit before: nothing is cut again.
+- It grows by 2 % a step, at least by one group, so that a limit that is cut by a quarter is back after 15 steps, and passes the edge by
+  little. Requests that wait inside an engine say that more would only wait longer, and groups below the limit that it holds nothing back.
+"""
+
+from dataclasses import dataclass, field
+
+from skyrl_async.inference.protocol import EngineLoad
+
+CUT = 0.75
+GROWTH = 1.02
+
+
+@dataclass(eq=False)
+class CacheLimit:
+    """The most groups in flight."""
+
+    most: int
+    """It begins with, and never exceeds, so many; >= 1."""
+    least: int = 1
+    """It is never below, >= 1."""
+    limit: int = field(init=False)
+    _num_preemptions: int = field(default=0, init=False)
+    _version: int = field(default=0, init=False)
+    _step: int = field(default=0, init=False)
+    _is_draining: bool = field(default=False, init=False)
+    _is_clear: bool = field(default=True, init=False)
+    """Whether nothing waited or was preempted since the last growth, or the last step that could have had one."""
+
+    def __post_init__(self) -> None:
+        self.limit = self.most
+
+    def observe(self, load: EngineLoad, *, in_flight: int, step: int, version: int) -> bool:
+        """Take what the engines say together. Returns whether the limit was cut.
+
+        Args:
+            load: with counts that begin anew where an engine does.
+            in_flight: groups.
+            step: completed optimizer steps.
+            version: of the weights, if loading them preempts requests too: then none counts since the observation before it.
+        """
+        is_updated, self._version = version != self._version, version
+        has_preempted = load.num_preemptions > self._num_preemptions and not is_updated
+        self._num_preemptions = load.num_preemptions
+        self._is_clear = self._is_clear and not has_preempted and not load.num_waiting
+        if self._is_draining:
+            self._is_draining = in_flight > self.limit
+        elif has_preempted:
+            before, self.limit = self.limit, min(self.limit, max(self.least, int(CUT * in_flight)))
+            self._is_draining = in_flight > self.limit
+            return self.limit < before
+        if step > self._step:
+            self._step = step
+            if self._is_clear and in_flight >= self.limit:
+                self.limit = min(self.most, max(self.limit + 1, int(GROWTH * self.limit)))
+            self._is_clear = True
+        return False
