@@ -1,9 +1,12 @@
 """What ``skyrl_async.plan`` predicts against what is then measured: calibrated on ten steps of the default task at S = 4.
 
 A row is a run of real engines, real trainer and real Ray: ``what`` differs from the calibration's, ``predicted_step_s`` with its interval
-``low_s`` to ``high_s`` was forecast before it ran, ``measured_step_s`` is the mean of its steps but the first two. All runs have the same
-policy, which is trained first and then no more (a rate of 1e-12), so that lengths do not drift. Of the prompts, those with twice the
-lengths have exactly twice the worked lines.
+``low_s`` to ``high_s`` is forecast from the calibration alone, ``measured_step_s`` is the mean of its steps but the first two. All runs
+have the same policy, which is trained first and then no more (a rate of 1e-12), so that lengths do not drift. Of the prompts, those with
+twice the lengths have exactly twice the worked lines.
+
+The speed of a shared machine drifts by tens of percent within minutes. So each row is calibrated anew right before it runs, and
+``the same again`` shows what is left of the drift.
 """
 
 import json
@@ -19,7 +22,7 @@ from typing import Any
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.plan.forecast import Planner, WhatIf
-from skyrl_async.plan.measured import WARM_UP_STEPS, measured
+from skyrl_async.plan.measured import WARM_UP_STEPS, Measured, measured
 from skyrl_async.tasks.lagged_fibonacci import NAME, all_seed_digits, extend, right_answer
 
 _SHORT_STEPS = range(5, 31)
@@ -85,8 +88,8 @@ def _write_prompts(path: Path, *, doubled: bool) -> float:
     return sum(len(extend(digits) or "") for digits in chosen) / len(chosen)
 
 
-def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows, and how well the model reproduces the calibration itself."""
+def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """One row per case."""
     _run(work / "policy", "trainer.num_steps=40", "evaluation.num_prompts=0")
     for doubled in (False, True):
         _write_prompts(work / f"prompts-{doubled}.jsonl", doubled=doubled)
@@ -102,37 +105,33 @@ def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> tuple[list[dic
             "trainer.max_staleness_steps=4",
         ]
 
-    _run(work / "calibration", *overrides(False, 10))
-    known = measured(work / "calibration")
-    # How much longer doubled answers are was not predicted: the same factor is asked of the plan.
-    found = []
+    rows = []
     for number, case in enumerate(cases):
+        calibration, directory = work / f"calibration-{number}", work / f"case-{number}"
+        _run(calibration, *overrides(False, 10))
         words = [f"{key}={getattr(value, 'name', value)}" for key, value in case.what_if.keys.items()]
-        _run(work / f"case-{number}", *overrides(case.doubled, num_steps), *words)
-        found.append(measured(work / f"case-{number}"))
-    what_ifs = [
-        WhatIf(
-            keys=case.what_if.keys,
-            lengths=float(run.calls.num_tokens.mean() / known.calls.num_tokens.mean()) if case.doubled else 1.0,
-        )
-        for case, run in zip(cases, found, strict=True)
-    ]
+        _run(directory, *overrides(case.doubled, num_steps), *words)
+        rows.append(_row(case, measured(calibration), measured(directory)))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _row(case: Case, known: Measured, run: Measured) -> dict[str, Any]:
+    """How much longer doubled answers are is not predicted: the same factor is asked of the plan."""
+    lengths = float(run.calls.num_tokens.mean() / known.calls.num_tokens.mean()) if case.doubled else 1.0
     planner = Planner(known, num_processes=2)
-    forecasts = planner.forecasts(what_ifs)
+    [forecast] = planner.forecasts([WhatIf(keys=case.what_if.keys, lengths=lengths)])
     assert planner.accuracy is not None
-    rows = [
-        {
-            "what": case.what,
-            "predicted_step_s": forecast.step_seconds,
-            "measured_step_s": run.mean("timing/step"),
-            "low_s": forecast.low_seconds,
-            "high_s": forecast.high_seconds,
-            "error": forecast.step_seconds / run.mean("timing/step") - 1,
-        }
-        for case, run, forecast in zip(cases, found, forecasts, strict=True)
-    ]
-    own = {"calibration_step_s": planner.accuracy.measured_seconds, "calibration_error": planner.accuracy.error}
-    return rows, own
+    return {
+        "what": case.what,
+        "predicted_step_s": forecast.step_seconds,
+        "measured_step_s": run.mean("timing/step"),
+        "low_s": forecast.low_seconds,
+        "high_s": forecast.high_seconds,
+        "error": forecast.step_seconds / run.mean("timing/step") - 1,
+        "calibration_step_s": planner.accuracy.measured_seconds,
+        "calibration_error": planner.accuracy.error,
+    }
 
 
 def main() -> None:
@@ -146,10 +145,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         if given.keep is not None:
             given.keep.mkdir(parents=True)
-        rows, own = measure((given.keep or Path(work)).resolve(), given.steps, cases)
+        rows = measure((given.keep or Path(work)).resolve(), given.steps, cases)
     errors = [abs(row["error"]) for row in rows]
     figures = {
-        **own,
         "error_median": median(errors),
         "error_max": max(errors),
         "covered": sum(row["low_s"] <= row["measured_step_s"] <= row["high_s"] for row in rows) / len(rows),
