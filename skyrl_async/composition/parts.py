@@ -32,6 +32,7 @@ from skyrl_async.generators.agent.settings import check_agent_settings, make_age
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.harbor.trials import VerifierReward, harbor_harness
 from skyrl_async.harnesses.registry import named_harness, shipped
+from skyrl_async.inference.cache_limit import CacheLimit
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.placement import PlacementSettings, default_oldest_weight
@@ -40,7 +41,6 @@ from skyrl_async.inference.protocol import EngineLoad
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.registries import import_function
 from skyrl_async.rollout.buffer import GroupBuffer
-from skyrl_async.rollout.cache_limit import CacheLimit
 from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare, reward_with
 from skyrl_async.rollout.staleness import STALENESS_POLICIES, _AsyncStalenessManager

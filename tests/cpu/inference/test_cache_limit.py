@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from skyrl_async.inference.cache_limit import CacheLimit
 from skyrl_async.inference.protocol import EngineLoad
-from skyrl_async.rollout.cache_limit import CacheLimit
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 
