@@ -117,7 +117,7 @@ class EnvironmentReward:
 
     An environment of one turn (``max_turns`` is 1 or missing) gets the answer. An environment of several gets one text after another
     until it is done: the assistant's texts that are not in the prompt and call no tool. Its observations are not used, since the
-    harness has answered the agent.
+    harness has answered the agent. What it gives for a text is the reward of that turn, if the conversation has all of the session's.
     """
 
     make_environment: EnvironmentFactory
@@ -133,13 +133,19 @@ class EnvironmentReward:
         calls = EnvironmentCalls(environment, self.threads)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
-            reward = 0.0
-            for text in _texts_for(environment, prompt, episode)[:limit]:
+            texts, num_replies = _texts_for(environment, prompt, episode)
+            turn_rewards = [0.0] * num_replies
+            for turn, text in texts[:limit]:
                 outcome = await calls.step(text)
-                reward += outcome.reward
+                turn_rewards[turn] = outcome.reward
                 if outcome.is_done:
                     break
-            return EpisodeReward(reward=reward, metrics=await calls.metrics())
+            is_whole = num_replies == episode.num_turns
+            return EpisodeReward(
+                reward=math.fsum(turn_rewards),
+                turn_rewards=tuple(turn_rewards) if is_whole else (),
+                metrics=await calls.metrics(),
+            )
         except Exception as error:
             error.add_note(f"in environment {prompt.env_class!r}, which rewards prompt {prompt.uid!r}")
             raise
@@ -147,13 +153,15 @@ class EnvironmentReward:
             calls.close()
 
 
-def _texts_for(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> list[str]:
-    """The texts to pass to an environment."""
+def _texts_for(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> tuple[list[tuple[int, str]], int]:
+    """The texts to pass to an environment, each with the number of its reply in the conversation, and how many replies that has."""
     if int(getattr(environment, "max_turns", 1)) <= 1:
-        return [episode.answer]
+        return [(0, episode.answer)], 1
     given = [_text(message) for message in prompt.messages if message["role"] == "assistant"]
-    said = [_text(m) for m in episode.messages if m["role"] == "assistant" and not m.get("tool_calls")]
-    return said[len(given) :] if said[: len(given)] == given else said
+    replies = [message for message in episode.messages if message["role"] == "assistant"]
+    if [_text(message) for message in replies[: len(given)]] == given:
+        replies = replies[len(given) :]
+    return [(i, _text(reply)) for i, reply in enumerate(replies) if not reply.get("tool_calls")], len(replies)
 
 
 def _text(message: Message) -> str:

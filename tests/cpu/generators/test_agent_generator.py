@@ -539,6 +539,25 @@ async def test_an_environment_of_several_turns_is_told_each_text_until_it_is_don
     assert earned.reward == pytest.approx(reward)
 
 
+@pytest.mark.parametrize(
+    ("num_turns", "turn_rewards"), [(3, (0.0, 0.1, 0.1)), (4, ())], ids=["whole", "with turns elsewhere"]
+)
+async def test_what_an_environment_gives_for_a_text_is_the_reward_of_its_turn_if_the_conversation_has_all_turns(
+    num_turns: int, turn_rewards: tuple[float, ...]
+) -> None:
+    episode = AgentEpisode(
+        messages=(*PROMPT.messages, CALL, *said("a", "b")),
+        last_text=None,
+        output=None,
+        working_dir=Path(),
+        num_turns=num_turns,
+        is_truncated=False,
+    )
+    source = EnvironmentReward(make_environment, CallThreads("reward", 1), max_turns=8)
+    earned = await source.reward_of(Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={}), episode)
+    assert earned.turn_rewards == pytest.approx(turn_rewards) and earned.reward == pytest.approx(0.2)
+
+
 async def test_an_environment_of_one_turn_is_told_the_answer() -> None:
     async def answer(task: AgentTask) -> str:
         await ask(task, "something else")
