@@ -202,10 +202,21 @@ def test_the_page_about_published_results_shows_the_figures_that_are_kept() -> N
     for row in kept["scaling"]:
         sizes = f"| {row['batch']} | {row['devices']:,} | {row['answers']:,} |"
         assert f"{sizes} {row['sync_step_s']:.0f} | {row['ours_step_s']:.0f} | {row['speedup']:.1f} |" in page
+    for row in (run for sweep in kept["sweeps"] for run in sweep["runs"]):
+        runs = f"| {row['setting']} | {row['bound']} | {row['engines']} | {row['published_step_s']:.1f} s |"
+        assert f"{runs} {row['predicted_step_s']:.1f} s | {100 * row['error']:+.0f} % |\n" in page
     for row in kept["sensitivity"]:
         assert f"| {row['other']} | 2.37 | {row['modelled_speedup']:.2f} | {row['ours_speedup']:.2f} |" in page or (
             f"| {row['other']} | 1.53 | {row['modelled_speedup']:.2f} | {row['ours_speedup']:.2f} |" in page
         )
+
+
+def test_the_page_about_benchmarks_shows_the_kept_figures_of_plans_and_routing() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for row in json.loads((ROOT / "benchmarks/results/plan_accuracy.json").read_text())["rows"]:
+        assert f"| {row['measured_step_s']:.2f} s | {100 * row['error']:+.0f} % |\n" in page
+    for row in json.loads((ROOT / "benchmarks/results/routing.json").read_text())["rows"]:
+        assert f" {row['tokens_per_s']:,.0f} ({100 * row['prefix_hit_frac']:.0f} %) |" in page
 
 
 def test_a_block_is_spared_where_none_of_its_bytes_changed() -> None:
