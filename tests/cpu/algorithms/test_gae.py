@@ -201,3 +201,22 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_trained_toke
     (alone,) = normalised([replace(group(ROW), advantages=(np.array([5.5, 1.5, 4.0, 5.5, 1.5], np.float32),))])
     of_skyrl = math.sqrt(4 / 3) * 2
     assert alone.advantages[0][[0, 1]].tolist() == pytest.approx([2 / of_skyrl, -2 / of_skyrl], abs=1e-6)
+
+
+def test_whitened_advantages_of_a_masked_sample_are_those_of_skyrl() -> None:
+    masked = Trajectory(
+        prompt_token_ids=(1, 2),
+        response_token_ids=(3, 9, 4),
+        loss_mask=(1, 0, 1),
+        logprobs=(-1.0, 0.0, -1.0),
+        versions=(6, -1, 6),
+        values=(0.5, 0.0, 1.5),
+        reward=6.0,
+        turn_rewards=(3.0, 3.0),
+        turn_spans=(TurnSpan(index=0, start=0, end=1), TurnSpan(index=1, start=2, end=3)),
+        num_turns=2,
+    )
+    (found,) = normalised(with_advantages([group(masked)], make_advantage_estimator("gae")))
+    (advantages,), (towards,) = found.advantages, found.returns
+    assert towards[masked.loss_mask].tolist() == [6.0, 3.0]
+    assert advantages[masked.loss_mask].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])  # +-0.7071
