@@ -2,14 +2,19 @@
 
 from collections.abc import Awaitable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.errors import CheckpointError
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory
 from tests.cpu.trainer.test_deterministic_run import (
     NUM_STEPS,
@@ -109,6 +114,41 @@ def test_whole_mini_batches_give_a_critic_the_same_figures_as_groups_one_by_one(
     losses = [step["critic/loss"] for step in of_critic[0]]
     assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
     assert all(step["critic/explained_variance"] <= 1 for step in of_critic[0])
+
+
+def weights_after_each_step(model: InProcessPolicy) -> list[Tensor]:
+    """What the model has now, and will have after each of its steps: all its weights, one after the other."""
+    backend: Any = model._rank._backend
+
+    def now() -> Tensor:
+        return torch.cat([tensor.flatten().clone() for _, tensor in backend.iter_full_params()])
+
+    found, step = [now()], model.step
+
+    async def noting(*arguments: float) -> dict[str, float]:
+        values = await step(*arguments)
+        found.append(now())
+        return values
+
+    model.step = noting  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.slow
+def test_in_the_warm_up_the_critic_alone_is_trained_and_afterwards_both_are(policy_dir: Path, tmp_path: Path) -> None:
+    found: list[list[Tensor]] = []
+    logged: list[list[dict[str, float]]] = []
+
+    def before(running: Running) -> None:
+        assert running.critic is not None
+        found.extend(map(weights_after_each_step, (running.policy, running.critic)))
+        logged.append(running.logged)
+
+    train(replace(JOB, critic_warmup_steps=2), policy_dir, tmp_path, before)
+    policy, critic = ([not torch.equal(*pair) for pair in pairwise(weights)] for weights in found)
+    assert policy == [False, False, True, True]
+    assert critic == [True] * NUM_STEPS
+    assert [values["policy/lr_scale"] for values in logged[0] if "policy/lr_scale" in values] == [0, 0, 1, 1]
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ class Job:
     """More settings of the policy."""
     estimator: str = "grpo"
     """``gae`` brings a critic."""
+    critic_warmup_steps: int = 0
     num_mini_batches: int = 1
     """Of a batch."""
     num_epochs: int = 1
@@ -266,7 +267,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         publisher=publisher,
         prepare=prepare,
         step_advantages=StepAdvantages(estimator if critic else None),
-        critic=CriticTraining(critic=critic) if critic else None,
+        critic=CriticTraining(critic=critic, warmup_steps=job.critic_warmup_steps) if critic else None,
         evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
