@@ -47,6 +47,16 @@ def file_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def adam_state(policy: InProcessPolicy) -> dict[str, torch.Tensor]:
+    """Moments and step numbers of the optimizer, full, by parameter."""
+    backend: Any = policy._rank._backend
+    return {
+        f"{name}.{kind}": getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().clone()
+        for name, parameter in backend._trained.items()
+        for kind, tensor in backend._optimizer.state[parameter].items()
+    }
+
+
 @pytest.fixture(scope="module")
 def policy_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
@@ -287,6 +297,39 @@ class TestSteps:
         assert (await policy.step(num_tokens(rows)))["grad_norm"] == 0.0
         after = await weights(policy, tmp_path / "after")
         assert any(not torch.equal(before[name], after[name]) for name in before)
+
+    async def test_a_scaled_step_moves_weights_by_its_share_and_the_moments_as_a_whole_one(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        moved, moments = {}, {}
+        for scale in (1.0, 0.5):
+            policy = make()
+            before = await weights(policy, tmp_path / f"{scale}_before")
+            await policy.forward_backward(rows, values, 0)
+            assert (await policy.step(num_tokens(rows), scale))["grad_norm"] > 0
+            after = await weights(policy, tmp_path / f"{scale}_after")
+            moved[scale] = {name: after[name] - before[name] for name in before}
+            moments[scale] = adam_state(policy)
+        assert all(update.abs().max() > 1e-3 for update in moved[1.0].values())
+        assert_close(moved[0.5], {name: 0.5 * update for name, update in moved[1.0].items()}, atol=1e-6)
+        assert_close(moments[0.5], moments[1.0])
+
+    async def test_a_refused_step_leaves_weights_and_moments_drops_its_gradients_and_counts(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make(num_warmup_steps=4)
+        await policy.forward_backward(rows, values, 0)
+        await policy.step(num_tokens(rows))
+        before, moments = await weights(policy, tmp_path / "before"), adam_state(policy)
+        await policy.forward_backward(rows, values, 1)
+        stats = await policy.step(num_tokens(rows), 0.0)
+        assert stats["grad_norm"] == 0.0 and gradients(policy) == {}
+        assert_close(await weights(policy, tmp_path / "after"), before)
+        assert_close(adam_state(policy), moments)
+        await policy.forward_backward(rows, values, 2)
+        assert (await policy.step(num_tokens(rows)))["lr"] == pytest.approx(0.75e-2), "its step of the warm-up is over"
 
     async def test_log_probs_follow_every_step_also_after_forwards_without_backward(
         self, make: Make, tmp_path: Path
