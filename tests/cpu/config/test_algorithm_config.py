@@ -1,12 +1,13 @@
 """Which algorithms a configuration may name, and which go together."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from skyrl_async.algorithms.settings import LossConstants
-from skyrl_async.composition.algorithms import loss_constants, make_advantages
+from skyrl_async.composition.algorithms import check_algorithm, loss_constants, make_advantages
 from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import idle_settings
@@ -53,11 +54,6 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
             [f"{ESTIMATOR}=skyrl_async.registries:import_function"],
             r"must be a function of \(rewards\), got import_function\(key: str, path: str\) .*: missing a required argument",
         ),
-        ([f"{ESTIMATOR}=rloo", "generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=rloo, got 1"),
-        (
-            [f"{ESTIMATOR}=reinforce++_baseline", "generator.n_samples_per_prompt=1"],
-            r"must be >= 2 with .*estimator=reinforce\+\+_baseline, got 1",
-        ),
         (
             [f"{ESTIMATOR}=reinforce++", "trainer.stream_mini_batch=true"],
             r"trainer.stream_mini_batch must be false or null with .*=reinforce\+\+, got true: its advantages depend on all "
@@ -70,8 +66,24 @@ def test_a_wrong_algorithm_is_refused_with_what_to_change(overrides: list[str], 
         config_of(*overrides)
 
 
-def test_reinforce_pp_runs_on_single_samples_and_estimators_of_groups_may_be_streamed() -> None:
-    config_of(f"{ESTIMATOR}=reinforce++", "generator.n_samples_per_prompt=1")
+@pytest.mark.parametrize("name", ["reinforce++", "running_mean", "gae", "turn_gae"])
+def test_estimators_that_compare_no_samples_of_a_prompt_run_on_single_ones(name: str) -> None:
+    config = config_of(f"{ESTIMATOR}={name}", "generator.n_samples_per_prompt=1")
+    check_algorithm(config.trainer.algorithm, has_lone_samples=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_rloo", "gigpo", "turn_credit"]
+)
+def test_estimators_that_compare_the_samples_of_a_prompt_refuse_single_ones(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"n_samples_per_prompt must be >= 2 with .*estimator={re.escape(name)}, got 1: a group of"
+    ):
+        config_of(f"{ESTIMATOR}={name}", "generator.n_samples_per_prompt=1")
+    config_of(f"{ESTIMATOR}={name}", "generator.n_samples_per_prompt=2")
+
+
+def test_estimators_of_groups_may_be_streamed() -> None:
     config_of(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
 
 
