@@ -14,7 +14,7 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
 from skyrl_async.errors import ConfigError
-from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Unit
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
@@ -72,6 +72,16 @@ class TestEstimators:
         check_algorithm(algorithm)
         with pytest.raises(ConfigError, match=r"raises ZeroDivisionError.* for groups of the rewards \[\(1.0,\)\]"):
             check_algorithm(algorithm, has_lone_samples=True)
+
+    @pytest.mark.parametrize("unit", ["sample", Unit.SAMPLE])
+    def test_one_that_reads_a_critics_values_gives_advantages_of_turns_or_tokens(self, unit: str) -> None:
+        with pytest.raises(ConfigError, match="unit must be turn or token with needs_values=True, got .*sample.*"):
+            register_advantage_estimator("own_valued", unit=unit, needs_values=True)
+        with pytest.raises(ConfigError, match="unit must be turn or token with needs_values=True"):
+            register_advantage_estimator("own_valued", needs_values=True)
+        for allowed in ("turn", "token"):
+            register_advantage_estimator("own_valued", unit=allowed, needs_values=True)
+        assert "own_valued" not in ADVANTAGE_ESTIMATORS.entries
 
 
 class TestPolicyLosses:
