@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, P
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
+from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
-from skyrl_async.types import Trajectory, WeightUpdate
+from skyrl_async.types import Group, Trajectory, WeightUpdate
+from tests.cpu.trainer.test_shutdown import resumed, trained
 
 BUSY_TRAINER = SimulationSettings(
     max_staleness_steps=4,
@@ -202,6 +205,43 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
     if what not in ("collecting tokens fails", "the optimizer step fails", "saving fails"):
         path = simulation.trainer.newest_checkpoint
         assert path is not None and read_state(path).step == simulation.trainer.trained_version > 0
+
+
+@pytest.mark.parametrize("at", [12.5, 16.0, 21.0])
+@pytest.mark.parametrize("settings", [BUSY_TRAINER, IN_BATCHES], ids=["steps", "batches"])
+def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trains_every_group_once(
+    tmp_path: Path, settings: SimulationSettings, at: float
+) -> None:
+    settings = replace(settings, num_steps=None, num_epochs=1, num_prompts=64)
+    gone = InferenceError("the teacher is gone")
+
+    async def teacher_logp(group: Group) -> Group:
+        await asyncio.sleep(0.5)
+        if asyncio.get_running_loop().time() > at:
+            raise gone
+        return group
+
+    async def main() -> Simulation:
+        simulation = Simulation(
+            settings, checkpoint_dir=tmp_path, prepare_with=lambda policy: {"teacher_logp": teacher_logp}
+        )
+        with pytest.raises(InferenceError) as raised:
+            await simulation.trainer.run()
+        assert raised.value is gone
+        in_error = [status.name for status in simulation.trainer.stages() if status.state is StageState.ERROR]
+        assert in_error == ["teacher_logp"]
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None
+    saved = read_state(path)
+    assert saved.step == simulation.trainer.trained_version > 0
+    assert len(saved.groups) == simulation.dataloader.statistics()["finished"] > 0
+    again = resumed(path, settings)
+    of_batches = [*trained(simulation), *trained(again)]
+    assert Counter(of_batches) == dict.fromkeys(of_batches, settings.update_epochs_per_batch)
+    assert len(set(of_batches)) == 64
 
 
 def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: Path) -> None:
