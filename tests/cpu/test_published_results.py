@@ -11,7 +11,7 @@ import pytest
 from benchmarks import published_results
 from benchmarks.published_model import Model, Scale, one_step_off_s, pipeline_s
 from benchmarks.published_results import ASSUMPTIONS, SYNC_TOLERANCE, assumed_of, main, measure, with_linearity
-from benchmarks.published_settings import SETTINGS, Schedule, Setting, Synchronous, half_speed_requests
+from benchmarks.published_settings import SETTINGS, SWEEPS, Schedule, Setting, Synchronous, half_speed_requests
 
 SMALL = Scale(max_answers=64, sync_steps=4, least_steps=4, least_waves=1)
 
@@ -133,6 +133,8 @@ def test_a_quick_run_writes_every_key(
 ) -> None:
     settings = (small(setting_of(Schedule.FULLY_ASYNC, 128)),)
     monkeypatch.setattr(published_results, "SETTINGS", settings)
+    sweep = replace(SWEEPS[0], groups=8, group_size=2, num_workers=12, step_s={(0, 1): 60.0, (2, 1): 40.0})
+    monkeypatch.setattr(published_results, "SWEEPS", (sweep,))
     monkeypatch.setattr(published_results, "QUICK", SMALL)
     monkeypatch.setattr(published_results, "_QUICK_SCALING_DEVICES", (8, 16))
     monkeypatch.setattr(
@@ -150,6 +152,11 @@ def test_a_quick_run_writes_every_key(
         ("grows", 16),
     ]
     assert {"commit", "cores", "versions", "seeds", "settings"} <= set(written["conditions"])
+    at_0, at_2 = written["sweeps"][0]["runs"]
+    assert (at_0["published_step_s"], at_2["published_step_s"]) == (60.0, 40.0)
+    assert abs(at_0["error"]) < 0.3 and at_2["predicted_step_s"] < at_0["predicted_step_s"], (
+        "the scale is that of S = 0"
+    )
     printed = capsys.readouterr().out
     assert settings[0].source in printed and settings[0].assumed in printed
     assert all(assumption in printed for assumption in ASSUMPTIONS)
