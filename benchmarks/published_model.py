@@ -21,6 +21,16 @@ CALIBRATION_SEED = 1000
 """Added to the seed: the lengths that tie virtual seconds to real ones are not those that are measured."""
 MEAN_TOKENS = 100.0
 """Of a modelled answer before the cut."""
+WHOLE_BATCHES = SimulationSettings(
+    max_staleness_steps=0,
+    num_prompts=4096,
+    tokens_per_second=1.0,
+    block_tokens=1 << 20,
+    mean_tokens=MEAN_TOKENS,
+    stream_mini_batch=False,
+    pause_mode=PauseMode.KEEP,
+)
+"""Each is generated before it is trained; training takes no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,21 +239,15 @@ class Model:
     def _settings(self, devices: int, *, num_steps: int | None = None, seed: int | None = None) -> SimulationSettings:
         """Whole batches, each generated before it is trained; training takes no time."""
         setting = self.setting
-        return SimulationSettings(
+        return replace(
+            WHOLE_BATCHES,
             mini_batch_size=setting.groups // self._cut,
             group_size=setting.group_size,
-            max_staleness_steps=0,
             num_steps=num_steps or self._scale.sync_steps,
-            num_prompts=4096,
             num_engines=self._num_engines(devices),
-            tokens_per_second=1.0,
             half_speed_requests=setting.half_speed_requests,
-            block_tokens=1 << 20,
-            mean_tokens=MEAN_TOKENS,
             sigma=setting.sigma,
             longest_over_mean=setting.longest_over_mean,
-            stream_mini_batch=False,
-            pause_mode=PauseMode.KEEP,
             seed=self._seed if seed is None else seed,
         )
 
@@ -288,21 +292,15 @@ def pipeline_s(generate_s: Sequence[float], reference_s: float, training_s: floa
 
 def swept_s(sweep: Sweep, scale: Scale, seed: int) -> dict[tuple[int, int], float]:
     """Seconds per step of each published run of a sweep, from that at S = 0 with one engine. Whole mini-batches are trained."""
-    at_0 = SimulationSettings(
+    at_0 = replace(
+        WHOLE_BATCHES,
         mini_batch_size=sweep.groups,
         group_size=sweep.group_size,
-        max_staleness_steps=0,
         num_steps=scale.sync_steps,
-        num_prompts=4096,
         num_engines=1,
-        tokens_per_second=1.0,
         half_speed_requests=sweep.half_speed_requests,
-        block_tokens=1 << 20,
-        mean_tokens=MEAN_TOKENS,
         sigma=sweep.sigma,
         longest_over_mean=sweep.longest_over_mean,
-        stream_mini_batch=False,
-        pause_mode=PauseMode.KEEP,
         seed=seed + CALIBRATION_SEED,
     )
     drawn = simulate(at_0)

@@ -24,11 +24,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.published_model import CALIBRATION_SEED, FULL, MEAN_TOKENS, QUICK, Model, Scale, simulate, swept_s
+from benchmarks.published_model import (
+    CALIBRATION_SEED,
+    FULL,
+    MEAN_TOKENS,
+    QUICK,
+    WHOLE_BATCHES,
+    Model,
+    Scale,
+    simulate,
+    swept_s,
+)
 from benchmarks.published_settings import SETTINGS, SWEEPS, Schedule, Setting, Sweep
 from benchmarks.report import arguments, conditions, report
-from skyrl_async.simulator.run import SimulationSettings
-from skyrl_async.types import PauseMode
 
 SYNC_TOLERANCE = 0.05
 """By how much a synchronous step of the model may miss the published one: other lengths are drawn than those that fix the scale."""
@@ -113,20 +121,15 @@ def measure_scaling(devices: int, is_batch_fixed: bool, scale: Scale, seed: int)
     on_8 = scale.max_answers // (1 if is_batch_fixed else 16)
     answers = on_8 if is_batch_fixed else on_8 * devices // 8
     generate_s = on_8 * MEAN_TOKENS / 8 * (1 / half + 8 / on_8)
-    sync = SimulationSettings(
+    sync = replace(
+        WHOLE_BATCHES,
         mini_batch_size=answers // 4,
         group_size=4,
-        max_staleness_steps=0,
         num_steps=scale.sync_steps // 2,
         num_prompts=8192,
         num_engines=devices,
-        tokens_per_second=1.0,
         half_speed_requests=half,
-        block_tokens=1 << 20,
-        mean_tokens=MEAN_TOKENS,
         seconds_per_token=generate_s / (on_8 * MEAN_TOKENS) * 8 / devices,
-        stream_mini_batch=False,
-        pause_mode=PauseMode.KEEP,
         seed=seed,
     )
     ours = replace(

@@ -269,6 +269,29 @@ def _partial(
     )
 
 
+def _nemo(
+    name: str, gpus: int, engine: int, groups: int, longest_over_mean: float, sync_s: float, async_s: float
+) -> Setting:
+    return Setting(
+        system="NeMo RL",
+        setting=f"{name}, {2 * gpus} GPUs",
+        source=NEMO,
+        schedule=Schedule.AREAL,
+        devices=2 * gpus,
+        devices_per_engine=engine,
+        generation_devices=gpus,
+        groups=groups,
+        group_size=512 // groups,
+        half_speed_requests=170.0,
+        synchronous=Synchronous(generate_s=0.0, update_s=sync_s),
+        published_step_s=async_s,
+        longest_over_mean=longest_over_mean,
+        is_balanced=True,
+        assumed=f"the synchronous row is that of {gpus} GPUs, where generation and training take turns; training is as long as "
+        "generation by full engines, engines are those of the synchronous row, half speed at 170 requests, sigma 0.8",
+    )
+
+
 SETTINGS = (
     _async_rl(8, 950, None),
     _async_rl(16, 500, 270),
@@ -349,38 +372,12 @@ SETTINGS = (
     ),
     _one_step_off("FSDP2, 20k", 20480, _MATH_20K, 520, _seconds("19h18m") / _seconds("15h34m")),
     _one_step_off("Megatron, 8k", 8192, _MATH_8K, 566, _seconds("18h21m") / _seconds("13h06m")),
-)
-
-
-def _nemo(
-    name: str, gpus: int, engine: int, groups: int, longest_over_mean: float, sync_s: float, async_s: float
-) -> Setting:
-    return Setting(
-        system="NeMo RL",
-        setting=f"{name}, {2 * gpus} GPUs",
-        source=NEMO,
-        schedule=Schedule.AREAL,
-        devices=2 * gpus,
-        devices_per_engine=engine,
-        generation_devices=gpus,
-        groups=groups,
-        group_size=512 // groups,
-        half_speed_requests=170.0,
-        synchronous=Synchronous(generate_s=0.0, update_s=sync_s),
-        published_step_s=async_s,
-        longest_over_mean=longest_over_mean,
-        is_balanced=True,
-        assumed=f"the synchronous row is that of {gpus} GPUs, where generation and training take turns; training is as long as "
-        "generation by full engines, engines are those of the synchronous row, half speed at 170 requests, sigma 0.8",
-    )
-
-
-SETTINGS += (
     _nemo("DeepSeek V3, H100", 256, 32, 32, 1536 / 701, 134, 64.1),
     _nemo("Qwen3-235B, H100", 128, 16, 16, 8192 / 5698, 395, 231),
     _nemo("DeepSeek V3, GB200", 128, 32, 32, 1536 / 711, 108, 61.7),
     _nemo("Qwen3-235B, GB200", 64, 8, 16, 8192 / 5709, 286, 278),
 )
+
 
 _MARIN_SHARE = (_MOE_ROW.update_s + _MOE_ROW.old_logprobs_s + _MOE_ROW.reference_s) / _MOE_ROW.step_s
 _MARIN_ASSUMED = (

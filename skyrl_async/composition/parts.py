@@ -255,8 +255,7 @@ def make_trainer(
         shutdown=shutdown,
         make_buffer=make_buffer,
     )
-    if trainer.limit_groups_by_cache:
-        _limit_by_cache(config, run.staleness, parts.client.pool)
+    _limit_by_cache(config, run.staleness, parts.client.pool)
     checkpointer = None
     if checkpoint_dir is not None:
         checkpointer = Checkpointer(
@@ -276,7 +275,9 @@ def make_trainer(
 
 
 def _limit_by_cache(config: Config, staleness: _AsyncStalenessManager, pool: EnginePool) -> None:
-    """Let the engines' heartbeats decide how many groups are in flight, down to one mini-batch."""
+    """Let the engines' heartbeats decide how many groups are in flight, down to one mini-batch, if the configuration says so."""
+    if not config.trainer.limit_groups_by_cache:
+        return
     most = staleness.max_concurrent_generation_groups
     limit = CacheLimit(most, min(most, config.trainer.policy_mini_batch_size))
     updates_preempt = config.engine.pause_mode is PauseModeName.keep

@@ -4,8 +4,8 @@
     step without any, nor queue ──> limit + 2 %, where it held groups back
 
 An engine whose cache of keys and values is full preempts a running request, drops what it has cached and computes it again later. Such work
-is lost, and how much room answers need is not known before they are there. So the limit is found as congestion of a network is, by
-additive increase and multiplicative decrease; the law and its constants are those of prime-rl's ``concurrency.py``, less its estimate of an
+is lost, and how much room answers need is not known before they are there. So the limit is found as congestion of a network is: slowly up,
+fast down. The law and its constants are those of prime-rl's ``concurrency.py``, less its estimate of an
 episode's tokens, for which groups of ours differ too much.
 
 - A cut is relative to the groups that are in flight, not to the limit, which may be far above them. A quarter fewer of them free a

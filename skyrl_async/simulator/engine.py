@@ -403,7 +403,8 @@ class ModelledEngine:
             if call not in self._calls:
                 heapq.heappop(self._waiting)
                 continue
-            if self.cache_tokens is not None and 0 < self._num_held > self.cache_tokens - call.num_held:
+            is_full = self.cache_tokens is not None and self._num_held + call.num_held > self.cache_tokens
+            if is_full and self._num_held:
                 return
             heapq.heappop(self._waiting)
             self._num_held += call.num_held

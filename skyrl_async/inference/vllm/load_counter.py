@@ -1,4 +1,4 @@
-"""What a core says of its load after each of its steps. vLLM's own loggers of it would take a tenth of the frontend's time."""
+"""What a core says of its load after each of its steps. vLLM's own loggers would also keep metrics for Prometheus, unread here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
