@@ -149,7 +149,7 @@ def _samples_per_step(config: Config) -> int:
 def _settings(model: Model, what_if: WhatIf) -> SimulationSettings:
     config = changed(model.config, what_if.keys)
     # A bound makes steps come in waves of S + 1.
-    least = max(_LEAST_STEPS, 3 * (config.trainer.staleness_bound + 1))
+    least = max(_LEAST_STEPS, 4 * (config.trainer.staleness_bound + 1))
     num_steps = max(least, min(_MOST_STEPS, _MOST_SAMPLES // _samples_per_step(config)))
     return settings_of(model, config, num_steps=num_steps, lengths=what_if.lengths)
 
@@ -165,7 +165,7 @@ class _Simulated:
 
 
 def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Simulated:
-    """Run the loop; its first steps, in which the buffer fills, are left out."""
+    """Run the loop; its first steps, in which the buffer fills, and its last, for which all is generated, are left out."""
 
     def works(policy: ModelledPolicy) -> dict[str, Callable[[Group], Any]]:
         return {name: partial(_after, seconds) for name, seconds in stages.items()}
@@ -182,8 +182,9 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
 
     assert settings.num_steps is not None
     simulation, engines_idle_frac, requests_per_engine = run_in_virtual_time(main())
-    warm_up = min(2 * (settings.max_staleness_steps + 1), settings.num_steps // 3)
-    steps = [values for step, values in simulation.logged if "timing/step" in values and step > warm_up]
+    wave = settings.max_staleness_steps + 1
+    begin, end = min(2 * wave, settings.num_steps // 3), settings.num_steps - min(wave, settings.num_steps // 4)
+    steps = [values for step, values in simulation.logged if "timing/step" in values and begin < step <= end]
     seconds = sum(values["timing/step"] for values in steps)
     return _Simulated(
         step_seconds=seconds / len(steps),

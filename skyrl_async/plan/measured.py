@@ -69,7 +69,7 @@ class Calls:
     training_share: Floats
     """Share of its time in which the trainer computed."""
     num_starts: Floats
-    """Requests that began or were continued in an engine in its time, its own counted."""
+    """Requests that began or were continued in an engine while it ran in one, its own counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Measured:
 
     config: Config
     steps: tuple[Step, ...]
-    """Without the first ones."""
+    """Without the first and the last ones."""
     calls: Calls
     gradients: Gradients
     samples: tuple[tuple[tuple[Turn, ...], ...], ...]
@@ -115,7 +115,10 @@ class Measured:
 
 
 def measured(run_dir: Path) -> Measured:
-    """Read a run, which may go on. Raises ``ConfigError`` for a directory that is none, or that has too few steps or no samples."""
+    """Read a run, which may go on; of one that has ended, without its last steps, if there are enough: nothing is left to generate in them.
+
+    Raises ``ConfigError`` for a directory that is none, or that has too few steps or no samples.
+    """
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
         raise ConfigError(f"{run_dir} must be the directory of a run, such as outputs/RUN: it has no config.yaml")
@@ -131,6 +134,8 @@ def measured(run_dir: Path) -> Measured:
             "out: let it run on"
         )
     config = changed(config, {"engine.num_engines": num_engines})
+    if newest[0]["step"] == config.trainer.num_steps:
+        newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
     steps = newest[::-1][WARM_UP_STEPS:]
     spans = list(read_spans(run_dir))
     rows = _rows(run_dir)
@@ -211,8 +216,8 @@ class _OverTime:
         """The quantity right before each of these moments."""
         return self.values[np.searchsorted(self._times, times, side="left") - 1]
 
-    def mean(self, begin: Floats, end: Floats, of: Floats | None = None) -> Floats:
-        """Mean from each ``begin`` to its ``end``. ``of``: other values from each moment on."""
+    def integral(self, begin: Floats, end: Floats, of: Floats | None = None) -> Floats:
+        """From each ``begin`` to its ``end``. ``of``: other values from each moment on."""
         values = self.values if of is None else of
         times = self._times[1:]
         integral = np.concatenate([[0.0], np.cumsum(values[1:-1] * np.diff(times))])
@@ -222,7 +227,11 @@ class _OverTime:
             inside = integral[index] + values[index + 1] * (moments - times[index])
             return np.where(index >= 0, inside, 0.0)
 
-        return (until(end) - until(begin)) / np.maximum(end - begin, 1e-9)
+        return until(end) - until(begin)
+
+    def mean(self, begin: Floats, end: Floats, of: Floats | None = None) -> Floats:
+        """Mean from each ``begin`` to its ``end``. ``of``: other values from each moment on."""
+        return self.integral(begin, end, of) / np.maximum(end - begin, 1e-9)
 
 
 def waiting_seconds(
@@ -306,23 +315,28 @@ class _Samples:
             np.concatenate([began, moments]), np.concatenate([np.full(len(began), 1 / self._num_engines), continued])
         )
         order = np.array([row["admission_index"] for row in self._rows], float)
+        pauses = _spans_over_time(self._pauses)
+        # Waiting is counted while engines run, as ``seconds`` is.
+        running = [times - pauses.integral(np.zeros(len(times)), times) for times in (self.begin, self.end, moments)]
         waiting = waiting_seconds(
-            self.begin, self.end, order, moments, self._share / self._num_engines, capacity=self._most
+            running[0], running[1], order, running[2], self._share / self._num_engines, capacity=self._most
         )
-        paused = self._in_engine * _spans_over_time(self._pauses).mean(self.begin, self.end)
+        paused = self._in_engine * pauses.mean(self.begin, self.end)
         training = _spans_over_time(span for span in spans if span.track == "training" and span.name != "checkpoint")
         validating = _spans_over_time(span for span in spans if span.track == "evaluation")
+        seconds = self._in_engine - paused
+        running_share = 1 - waiting / np.maximum(seconds, 1e-9)
         kept = (step >= first_step) & (validating.mean(self.begin, self.end) == 0)
         found = {
             "step": step,
             "num_tokens": np.array([row["num_sampled_tokens"] for row in self._rows], float),
             "num_turns": num_turns,
-            "seconds": self._in_engine - paused,
+            "seconds": seconds,
             "environment_seconds": self._all - self._in_engine,
             "waiting": waiting,
             "load": self.open.mean(self.begin, self.end, of=np.minimum(self.open.values, self._most)),
             "training_share": np.minimum(1.0, training.mean(self.begin, self.end)),
-            "num_starts": starts.at(self.end) - starts.at(self.begin),
+            "num_starts": (starts.at(self.end) - starts.at(self.begin)) * np.maximum(0.0, running_share),
         }
         return Calls(**{name: values[kept] for name, values in found.items()})
 

@@ -29,6 +29,8 @@ _PARTS = (
     "timing/gather",
 )
 """What a step consists of."""
+_UPDATE = ("timing/gather", "timing/send", "timing/pause")
+"""What a publish consists of, besides ``stage_seconds``."""
 _FASTEST = 1e-7
 """Least seconds per token of a lone request: least squares may find 0."""
 _RIDGE = 0.01
@@ -63,6 +65,7 @@ class Model:
     gather_seconds: float = 0.0
     send_seconds: float = 0.0
     stage_seconds: float = 0.0
+    """What else an update takes while engines run: its stage, and until the requests are sent on after it."""
     pause_seconds: float = 0.0
     """For which engines stand still at an update."""
     stages: Mapping[str, float]
@@ -98,7 +101,7 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         step_seconds=mean("timing/optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
         gather_seconds=mean("timing/gather"),
         send_seconds=mean("timing/send"),
-        stage_seconds=mean("timing/stage"),
+        stage_seconds=max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
         pause_seconds=mean("timing/pause"),
         stages=run.stages,
     )

@@ -125,12 +125,16 @@ class _SharedSpeed:
         self._set_timer()
 
     def end(self) -> None:
-        """A call that ran has ended. The prefill of calls that are all gone is not done."""
+        """A call that ran has ended."""
         self._advance()
         self.num_running -= 1
-        if not self.num_running:
-            self._prefill_left = 0.0
         self._changed()
+
+    def drop_prefill(self) -> None:
+        """All calls are aborted: what is left of their prefill is not done."""
+        self._advance()
+        self._prefill_left = 0.0
+        self._set_timer()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
@@ -371,6 +375,8 @@ class ModelledEngine:
             call.wake()
 
     def _abort(self, calls: Collection[_Call]) -> None:
+        if len(calls) == len(self._calls):
+            self._shared.drop_prefill()
         for call in calls:
             call.is_aborted = True
             call.wake()
@@ -400,7 +406,7 @@ class ModelledEngine:
         """Begin the calls for which there is room."""
         while self._waiting and (self.max_num_seqs is None or self._shared.num_running < self.max_num_seqs):
             call = self._waiting[0][2]
-            if call not in self._calls:
+            if call not in self._calls or call.is_aborted:
                 heapq.heappop(self._waiting)
                 continue
             is_full = self.cache_tokens is not None and self._num_held + call.num_held > self.cache_tokens

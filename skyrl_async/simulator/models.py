@@ -110,8 +110,9 @@ class ModelledGenerator:
 
     Args:
         sampler: usually the real ``InferenceEngineClient`` over modelled engines.
-        samples: by prompt, samples to draw from, each a list of turns: a prompt gets one of the lists, since answers to one prompt are
-            alike. Engines must have more tokens than these. Empty: one turn as long as the engine makes it.
+        samples: by prompt, samples, each a list of turns: a prompt gets one of the lists, since answers to one prompt are alike, and its
+            group each of the list's samples as often as the others. Engines must have more tokens than these. Empty: one turn as long
+            as the engine makes it.
         call_seconds: what every call of an engine takes besides the engine.
     """
 
@@ -142,7 +143,7 @@ class ModelledGenerator:
         prompt = token_ids([ord(c) for c in request.prompt.uid])
         sampling = replace(request.sampling, seed=seed)
         completions = []
-        for num_tokens, environment_seconds in self._turns(request, seed):
+        for num_tokens, environment_seconds in self._turns(request, index):
             completions.append(
                 await self._sampler.generate_tokens(
                     prompt,
@@ -165,12 +166,12 @@ class ModelledGenerator:
             num_aborts=sum(one.num_aborts for one in completions),
         )
 
-    def _turns(self, request: GroupRequest, seed: int) -> Sequence[tuple[int | None, float]]:
+    def _turns(self, request: GroupRequest, index: int) -> Sequence[tuple[int | None, float]]:
         """Tokens, None for as many as the engine makes, and seconds after them."""
         if not self._samples:
             return [(None, self._call_seconds)]
         of_prompt = random.Random(request.prompt.uid).choice(self._samples)
-        turns = random.Random(seed).choice(of_prompt)
+        turns = of_prompt[(random.Random(request.seed).randrange(len(of_prompt)) + index) % len(of_prompt)]
         return [(num_tokens, seconds + self._call_seconds) for num_tokens, seconds in turns]
 
 

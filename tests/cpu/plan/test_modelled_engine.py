@@ -61,6 +61,25 @@ def test_a_request_that_is_continued_is_prefilled_again_and_one_that_is_gone_is_
     assert run_in_virtual_time(main()) == pytest.approx(0.25 + 0.5 + 1.0)
 
 
+def test_requests_that_are_aborted_while_they_wait_are_not_prefilled() -> None:
+    async def continued(one: ModelledEngine, number: int) -> float:
+        for attempt in range(2):
+            await one.generate(request(10 * attempt + number, priority=number))
+        return round(asyncio.get_running_loop().time(), 6)
+
+    async def main() -> list[float]:
+        one = engine(prefill_seconds=0.25, max_num_seqs=2)
+        ended = asyncio.gather(*(continued(one, number) for number in range(6)))
+        await asyncio.sleep(0.25)
+        await one.pause(PauseMode.ABORT)
+        await asyncio.sleep(0.25)
+        await one.resume()
+        return await ended
+
+    # Two at a time, which take 0.25 s each before the 1 s of both.
+    assert run_in_virtual_time(main()) == [2.0, 2.0, 3.5, 3.5, 5.0, 5.0]
+
+
 def test_requests_without_a_place_wait_and_the_oldest_gets_the_next_one() -> None:
     requests = [request(0, priority=5), request(1, priority=9), request(2, priority=7)]
     assert run_in_virtual_time(ends(engine(max_num_seqs=1), requests)) == [1.0, 3.0, 2.0]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf
 from skyrl_async.plan.measured import measured, waiting_seconds
 from skyrl_async.plan.model import fit, non_negative_least_squares
+from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.models import Turn
 from skyrl_async.simulator.run import SimulationSettings
 from tests.cpu.plan.modelled_runs import recorded
@@ -114,6 +116,30 @@ def test_a_forecast_is_what_the_loop_then_takes(
     truth = step_seconds(replace(PLANTED, num_steps=60, seed=3, **settings), tmp_path / "run")
     assert found.step_seconds == pytest.approx(truth, rel=0.1)
     assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.1
+
+
+@pytest.mark.slow
+def test_the_model_of_a_run_whose_requests_wait_for_a_place_reproduces_it(tmp_path: Path) -> None:
+    one_is_long = tuple((((400, 0.0),), *(((20, 0.0),),) * 3) for _ in range(60))
+    many = {"num_workers": 40, "max_staleness_steps": 5, "max_num_seqs": 32, "prefill_seconds": 0.01}
+    recorded(replace(PLANTED, known_samples=one_is_long, load_seconds=0.2, **many), tmp_path)
+    planner = Planner(measured(tmp_path), num_processes=1)
+    planner.forecasts([])
+    assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.05
+
+
+def test_a_run_that_has_ended_is_read_without_the_steps_for_which_all_was_generated(run_dir: Path) -> None:
+    assert (PLANTED.num_steps, PLANTED.max_staleness_steps) == (26, 2)
+    assert [measured(run_dir).steps[i]["step"] for i in (0, -1)] == [3, 24]
+
+
+def test_a_group_has_each_known_sample_of_its_prompt(run_dir: Path) -> None:
+    lengths: dict[int, list[int]] = {}
+    for row in read_samples(run_dir, ("admission_index", "num_sampled_tokens")).to_pylist():
+        lengths.setdefault(row["admission_index"], []).append(row["num_sampled_tokens"])
+    known = [[turns[0][0] for turns in group] for group in PLANTED.known_samples]
+    for found in lengths.values():
+        assert any(not Counter(found) - Counter(group) for group in known), found
 
 
 @pytest.mark.slow
