@@ -13,6 +13,8 @@ TokenIds: TypeAlias = NDArray[np.int32]
 Logprobs: TypeAlias = NDArray[np.float32]
 """In nats."""
 Advantages: TypeAlias = NDArray[np.float32]
+Weights: TypeAlias = NDArray[np.float32]
+"""Factors of the losses of tokens, >= 0."""
 Values: TypeAlias = NDArray[np.float32]
 """A critic's, or what they are trained towards; in units of the reward."""
 Mask: TypeAlias = NDArray[np.bool_]

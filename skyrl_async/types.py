@@ -23,6 +23,7 @@ from skyrl_async.columns import (
     TopTokens,
     Values,
     VersionSpans,
+    Weights,
     column,
     fields_of,
     have_equal_fields,
@@ -329,6 +330,9 @@ class Trajectory:
     marks: Mask | None = None
     """(T,) bool: sampled tokens that the policy loss treats specially, chosen among all tokens of the step; None: none were chosen.
     Not part of a checkpoint."""
+    token_weights: Weights | None = None
+    """(T,) float32, >= 0: what the advantage estimator multiplies the losses of sampled tokens by, beside ``weight``; None: by 1. Not part
+    of a checkpoint."""
 
     def __post_init__(self) -> None:
         _set_columns(self)
@@ -343,6 +347,7 @@ class Trajectory:
             "teacher_top",
             "values",
             "marks",
+            "token_weights",
         ):
             values = getattr(self, name)
             if values is not None and len(values) != num_tokens:
@@ -395,6 +400,7 @@ _COLUMNS = {
     "teacher_logprobs": np.float32,
     "values": np.float32,
     "marks": np.bool_,
+    "token_weights": np.float32,
 }
 
 

@@ -7,7 +7,7 @@ The reward stage computes advantages that depend on one group alone (``rollout.p
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from skyrl_async.algorithms.credit import (
     GroupRewards,
     SampleCredit,
+    WeightedAdvantages,
     columns_of,
     constant_column,
     credit_of,
     returns_of,
 )
 from skyrl_async.algorithms.settings import AdvantageConstants
-from skyrl_async.columns import Advantages, Values
+from skyrl_async.columns import Advantages, Values, Weights
 from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, AdvantageEntry, Unit, path_of
 from skyrl_async.samples import Sample, samples_of
@@ -38,6 +39,15 @@ GroupCredit = GroupRewards | tuple[SampleCredit, ...]
 """One group as an estimator sees it: of samples, or of turns and tokens."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Columns:
+    """What the rows of a group get: ``id`` of a row -> (T,) float32."""
+
+    advantages: dict[int, Advantages] = field(default_factory=dict)
+    returns: dict[int, Values] = field(default_factory=dict)
+    weights: dict[int, Weights] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
     """An estimator: the groups of a mini-batch -> per group and sample a number, or one per turn or token.
@@ -49,7 +59,8 @@ class AdvantageEstimator:
         turn, token     ``SampleCredit`` of each, constants  the same of each group, constants
 
     It returns an advantage per sample; with a unit of turn or token a sequence per sample, (K,) or (N,) as ``SampleCredit`` has them. A
-    mini-batch gets this per group. Each group has at least one sample.
+    mini-batch gets this per group. Each group has at least one sample. ``WeightedAdvantages`` in place of a sample's advantages weighs its
+    tokens, too.
     """
 
     compute: Callable[..., Sequence[Any]]
@@ -85,36 +96,58 @@ class AdvantageEstimator:
             raise TrainingError(f"{_KEY} needs trajectories with values, which a critic computes; some have none")
         return found
 
-    def columns(
-        self, samples: Sequence[tuple[Sample, Sample]], seen: GroupCredit, found: Sequence[Any]
-    ) -> tuple[dict[int, Advantages], dict[int, Values]]:
-        """``id`` of each row of a group's samples -> its advantages and returns, (T,) float32, from what ``compute`` gives for ``seen``.
+    def columns(self, samples: Sequence[tuple[Sample, Sample]], seen: GroupCredit, found: Sequence[Any]) -> _Columns:
+        """The columns of the rows of a group's samples, from what ``compute`` gives for ``seen``.
 
-        Returns are empty unless values are read. Raises ``TrainingError`` unless ``found`` is one finite advantage per sample, turn or
-        token.
+        Returns are empty unless values are read. Raises ``TrainingError`` as ``check``.
         """
-        advantages: dict[int, Advantages] = {}
-        returns: dict[int, Values] = {}
+        made = _Columns()
         given = self.check(seen, found)
-        for index, ((whole, trained), of_sample) in enumerate(zip(samples, given, strict=True)):
-            rows = list(map(id, whole.rows))
-            if isinstance(seen, GroupRewards):
-                advantages |= {id(row): constant_column(row, of_sample.item()) for row in whole.rows}
-                continue
-            advantages |= dict(zip(rows, columns_of(trained, self.unit, of_sample), strict=True))
+        for index, ((whole, trained), (advantages, weights)) in enumerate(zip(samples, given, strict=True)):
+            made.advantages |= self._by_row(whole, trained, advantages)
+            if weights is not None:
+                made.weights |= self._by_row(whole, trained, weights)
             if self.needs_values:
-                towards = returns_of(seen[index], self.unit, of_sample, self.constants.vtrace_clip)
-                returns |= dict(zip(rows, columns_of(trained, Unit.TOKEN, towards, math.nan), strict=True))
-        return advantages, returns
+                assert not isinstance(seen, GroupRewards), "values are of tokens"
+                towards = returns_of(seen[index], self.unit, advantages, self.constants.vtrace_clip)
+                columns = columns_of(trained, Unit.TOKEN, towards, math.nan)
+                made.returns |= dict(zip(map(id, whole.rows), columns, strict=True))
+        return made
 
-    def check(self, seen: GroupCredit, found: Sequence[Any]) -> list[NDArray[np.float64]]:
-        """What ``compute`` gives for a group, as numbers per sample. Raises ``TrainingError`` unless they are as many as they must be."""
-        given = [np.atleast_1d(np.asarray(one, np.float64)) for one in found]
-        if [one.shape for one in given] != _shapes(seen, self.unit) or not all(np.isfinite(one).all() for one in given):
+    def _by_row(self, whole: Sample, trained: Sample, given: NDArray[np.float64]) -> dict[int, NDArray[np.float32]]:
+        """``id`` of each row of a sample -> its column, from a number per unit."""
+        if self.unit is Unit.SAMPLE:
+            return {id(row): constant_column(row, given.item()) for row in whole.rows}
+        return dict(zip(map(id, whole.rows), columns_of(trained, self.unit, given), strict=True))
+
+    def check(
+        self, seen: GroupCredit, found: Sequence[Any]
+    ) -> list[tuple[NDArray[np.float64], NDArray[np.float64] | None]]:
+        """Advantages and weights per sample, from what ``compute`` gives for a group; None: it gives no weights.
+
+        Raises ``TrainingError`` unless they are as many as they must be, and finite, and no weight is negative.
+        """
+        given = [
+            (_numbers(one.advantages), _numbers(one.weights))
+            if isinstance(one, WeightedAdvantages)
+            else (_numbers(one), None)
+            for one in found
+        ]
+        shapes = _shapes(seen, self.unit)
+        if [one.shape for one, _ in given] != shapes or not all(np.isfinite(one).all() for one, _ in given):
             raise TrainingError(
                 f"{_KEY} must return one finite advantage per {_per(seen, self.unit)}, got {list(found)}"
             )
+        for (_, weights), shape in zip(given, shapes, strict=True):
+            if weights is not None and not (weights.shape == shape and ((weights >= 0) & np.isfinite(weights)).all()):
+                raise TrainingError(
+                    f"{_KEY} must return one finite weight >= 0 per {_per(seen, self.unit)}, if any, got {list(found)}"
+                )
         return given
+
+
+def _numbers(given: Any) -> NDArray[np.float64]:
+    return np.atleast_1d(np.asarray(given, np.float64))
 
 
 def _shapes(seen: GroupCredit, unit: Unit) -> list[tuple[int]]:
@@ -142,7 +175,9 @@ def with_advantages(
     masked_group: MaskGroup = lambda group: group,
     history: "PromptRewards | None" = None,
 ) -> list[Group]:
-    """Return the groups with an advantage for every token. Abandoned and overlong samples get 0 and are in no baseline.
+    """Return the groups with an advantage for every token, and a weight where the estimator gives weights.
+
+    Abandoned and overlong samples get advantages of 0 and are in no baseline.
 
     Args:
         groups: all groups of a mini-batch if the estimator needs them at once.
@@ -152,7 +187,7 @@ def with_advantages(
         history: gives baselines, and gets what the groups earned; None: baselines are 0.
 
     Raises:
-        TrainingError: the estimator does not return one finite advantage per sample, turn or token.
+        TrainingError: the estimator does not return one finite advantage per sample, turn or token, or weights that are not as many.
     """
     lives = [_live_pairs(group, masked_group(group)) for group in groups]
     seen = []
@@ -164,7 +199,7 @@ def with_advantages(
                 history.add(group.admission_index, group.uid, rewards)
     found = iter(zip(seen, estimator(seen), strict=True))
     return [
-        _with_columns(group, *(estimator.columns(pairs, *next(found)) if pairs else ({}, {})), estimator.needs_values)
+        _with_columns(group, estimator.columns(pairs, *next(found)) if pairs else _Columns(), estimator.needs_values)
         for group, pairs in zip(groups, lives, strict=True)
     ]
 
@@ -175,17 +210,21 @@ def _live_pairs(group: Group, trained: Group) -> list[tuple[Sample, Sample]]:
     return [(whole, part) for whole, part in both if whole.is_live]
 
 
-def _with_columns(
-    group: Group, advantages: Mapping[int, Advantages], returns: Mapping[int, Values], has_returns: bool
-) -> Group:
-    """The group with a column per row; in rows that are not trained advantages are 0 and returns NaN."""
+def _with_columns(group: Group, made: _Columns, has_returns: bool) -> Group:
+    """The group with a column per row; in rows that are not trained advantages are 0 and returns NaN, and nothing is weighed."""
 
-    def columns(of_row: Mapping[int, Advantages], elsewhere: float) -> tuple[Advantages, ...]:
+    def columns(of_row: dict[int, Advantages], elsewhere: float) -> tuple[Advantages, ...]:
         rows = group.trajectories
         return tuple(of_row[id(row)] if id(row) in of_row else constant_column(row, elsewhere) for row in rows)
 
+    weighed = [(row, made.weights.get(id(row))) for row in group.trajectories]
     return replace(
-        group, advantages=columns(advantages, 0.0), returns=columns(returns, math.nan) if has_returns else ()
+        group,
+        trajectories=tuple(
+            row if weights is row.token_weights else replace(row, token_weights=weights) for row, weights in weighed
+        ),
+        advantages=columns(made.advantages, 0.0),
+        returns=columns(made.returns, math.nan) if has_returns else (),
     )
 
 

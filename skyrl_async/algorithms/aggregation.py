@@ -33,7 +33,8 @@ class Aggregation:
     ``seq_mean_token_sum_norm``: ``seq_mean_token_sum`` over ``max_seq_len``, Dr. GRPO (arXiv 2503.20783), section 3.2.
     ``prompt_mean``: the mean over groups of ``sum v_i l_it / sum v_i n_i`` in each.
 
-    A row without a trained token does not count.
+    A row without a trained token does not count. Weights that an estimator gives to tokens (``Trajectory.token_weights``) multiply
+    ``l_it``, and change no denominator.
     """
 
     name: str = "token_mean"

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_async.columns import Advantages, Mask
+from skyrl_async.columns import Advantages, Mask, Weights, repeated
 from skyrl_async.types import Trajectory
 
 
@@ -52,11 +52,11 @@ class MicroBatch:
     behavior_logprobs: Tensor
     """(N,) float32, nats."""
     advantages: Tensor
-    """(N,) float32, advantage times weight of the row: every policy loss is linear in a positive factor of the advantage."""
+    """(N,) float32, advantage times ``weights``: every policy loss is linear in a positive factor of the advantage."""
     returns: Tensor
     """(N,) float32, the column of the row without its weight: a critic's values are trained towards it."""
     weights: Tensor
-    """(N,) float32, weight of the row; it multiplies what else is summed over tokens."""
+    """(N,) float32, weight of the row times that of the token; it multiplies what else is summed over tokens."""
     versions: Tensor
     """(N,) int64, the policy version each token was sampled under."""
     ref_logprobs: Tensor | None
@@ -163,6 +163,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
     row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
     weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float64)[row_indices]
+    weights = weights * torch.from_numpy(_joined([_token_weights(row) for row in rows], np.float32))
     given = torch.from_numpy(_joined([row.advantages[row.trajectory.loss_mask] for row in rows], np.float32))
     return MicroBatch(
         input_ids=input_ids.to(device),
@@ -188,6 +189,12 @@ def _of_sampled(rows: Sequence[Row], name: str, dtype: type[np.generic], device:
     """(N,) ``dtype``: what a trajectory's field ``name``, one value per response token, has for sampled tokens."""
     chosen = [np.asarray(getattr(row.trajectory, name))[row.trajectory.loss_mask] for row in rows]
     return torch.from_numpy(_joined(chosen, dtype)).to(device)
+
+
+def _token_weights(row: Row) -> Weights:
+    """(n,) of the sampled tokens."""
+    weights, mask = row.trajectory.token_weights, row.trajectory.loss_mask
+    return repeated(1.0, row.trajectory.num_sampled_tokens) if weights is None else weights[mask]
 
 
 def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -9,11 +9,12 @@ A sample whose history was rewritten has several rows. Its turns are in the orde
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.columns import NO_LOGPROBS, Advantages, Logprobs, Values, repeated
+from skyrl_async.columns import NO_LOGPROBS, Logprobs, Values, repeated
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit
 from skyrl_async.samples import Sample
@@ -30,6 +31,16 @@ class GroupRewards:
     """Trained tokens per sample, >= 0."""
     baseline: float = 0.0
     """Mean of what earlier samples of its prompt earned; 0 unless the estimator asks for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedAdvantages:
+    """What an estimator may return for a sample in place of its advantages alone."""
+
+    advantages: Any
+    """As it would return them alone: one number, or (K,) of turns, or (N,) of trained tokens."""
+    weights: Any
+    """As many, finite and >= 0: what the losses of the tokens are multiplied by, divergences and entropy included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,27 +155,27 @@ def _log_ratios(row: Trajectory, span: TurnSpan) -> Logprobs:
 
 
 def columns_of(
-    trained: Sample, unit: Unit, advantages: NDArray[np.float64], elsewhere: float = 0.0
-) -> list[Advantages]:
+    trained: Sample, unit: Unit, given: NDArray[np.float64], elsewhere: float = 0.0
+) -> list[NDArray[np.float32]]:
     """A column per row, (T,) float32.
 
     Args:
         trained: as in ``credit_of``.
         unit: turn or token.
-        advantages: (K,) of its turns, or (N,) of its trained tokens in the order of turns.
+        given: (K,) of its turns, or (N,) of its trained tokens in the order of turns.
         elsewhere: for all other tokens.
     """
-    found: dict[int, Advantages] = {
+    found: dict[int, NDArray[np.float32]] = {
         id(row): np.full(len(row.response_token_ids), elsewhere, np.float32) for row in trained.rows
     }
     num_before = 0
     for row, span in _turns_of(trained):
         of_turn, mask = found[id(row)][span.start : span.end], row.loss_mask[span.start : span.end]
         if unit is Unit.TURN:
-            of_turn[mask] = advantages[span.index]
+            of_turn[mask] = given[span.index]
         else:
             num = int(np.count_nonzero(mask))
-            of_turn[mask] = advantages[num_before : num_before + num]
+            of_turn[mask] = given[num_before : num_before + num]
             num_before += num
     for column in found.values():
         column.flags.writeable = False
@@ -192,9 +203,9 @@ def returns_of(
     return found
 
 
-def constant_column(row: Trajectory, advantage: float) -> Advantages:
-    """(T,) float32: one advantage for all of a row's tokens."""
-    return repeated(advantage, len(row.response_token_ids))
+def constant_column(row: Trajectory, value: float) -> NDArray[np.float32]:
+    """(T,) float32: one advantage or weight for all of a row's tokens."""
+    return repeated(value, len(row.response_token_ids))
 
 
 def _turns_of(sample: Sample) -> list[tuple[Trajectory, TurnSpan]]:

@@ -29,13 +29,14 @@ class LossTokens:
     behavior_logprobs: Tensor
     """(N,) float32, nats, of the engine that sampled the token: ``log mu``."""
     advantages: Tensor
-    """(N,) float32, advantages times the weight of the token's row: a loss must be linear in a positive factor of them."""
+    """(N,) float32, advantages times ``weights``: a loss must be linear in a positive factor of them."""
     row_indices: Tensor
     """(N,) int64: the row of each token. Rows are whole; their numbers may have gaps."""
     old_logprobs: Tensor | None = None
     """(N,) float32, nats, of the policy when the row was finished: ``log pi_prox``; None unless the loss asks for it."""
     weights: Tensor | None = None
-    """(N,) float32, weight of the token's row: terms that are no multiple of the advantage must be multiplied by it. None: 1."""
+    """(N,) float32, weight of the token, with that of its row: terms that are no multiple of the advantage must be multiplied by it.
+    None: 1."""
     is_marked: Tensor | None = None
     """(N,) bool: marked among all tokens of the step (``policy_losses.Mark``); None unless the loss asks for it."""
 

@@ -44,8 +44,8 @@ class Objective:
     """The corrected policy loss, plus ``kl_coef`` times the divergence from the reference and ``teacher_coef`` times that from the teacher,
     minus ``entropy_coef`` times the entropy.
 
-    Each token counts by the weight of its row. The entropy bonus is that of A3C (arXiv 1602.01783, section 4), computed at the positions of
-    sampled tokens and at the temperature of sampling.
+    Each token counts by its weight, with that of its row. The entropy bonus is that of A3C (arXiv 1602.01783, section 4), computed at the
+    positions of sampled tokens and at the temperature of sampling.
     """
 
     policy_loss: PolicyLossFn

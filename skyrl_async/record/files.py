@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from skyrl_async.errors import CheckpointError
-from skyrl_async.record.table import LONG_COLUMNS, schema
+from skyrl_async.record.table import LONG_COLUMNS, ROW_COLUMNS, schema
 from skyrl_async.weights.formats import sync
 
 if TYPE_CHECKING:
@@ -41,9 +43,7 @@ _PART_ENCODING: dict[str, Any] = {
 those of tokens would take a tenth of the time."""
 _ENCODING: dict[str, Any] = {
     **_PART_ENCODING,
-    "use_byte_stream_split": [
-        f"{name}.list.element" for name in ("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-    ],
+    "use_byte_stream_split": [f"{name}.list.element" for name, dtype in ROW_COLUMNS.items() if dtype == np.float32],
     "compression": "zstd",
 }
 """Half the time of the defaults, and a tenth less on disk."""

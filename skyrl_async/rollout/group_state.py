@@ -186,15 +186,15 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """JSON of a finished group, without what it took, and without what is computed again: advantages, returns, marks, and what the
-    reference and the teacher say, which do not change.
+    """JSON of a finished group, without what it took, and without what is computed again: advantages, returns, weights of tokens, marks,
+    and what the reference and the teacher say, which do not change.
 
     Old log-probs are kept with their version: a resumed run no longer has the policy of that version.
     """
     found, rows = fields_of(group), list(map(row_to_json, group.trajectories))
     del found["advantages"], found["returns"], found["work"]
     for row in rows:
-        del row["ref_logprobs"], row["teacher_logprobs"], row["teacher_top"], row["marks"]
+        del row["ref_logprobs"], row["teacher_logprobs"], row["teacher_top"], row["marks"], row["token_weights"]
     return {**found, "trajectories": rows}
 
 

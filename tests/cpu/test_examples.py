@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples.own_algorithm.rare_tokens import rare_tokens
+from examples.own_algorithm.unsure_tokens import unsure_tokens
 from examples.own_dataset.environment import ReverseWordEnv
 from examples.own_generator.scored import COST_PER_TOKEN, score
 from skyrl_async.algorithms.credit import SampleCredit
@@ -57,9 +58,10 @@ async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampl
     assert all(set(row.versions) == {0} and sum(row.loss_mask) == len(row.logprobs) > 0 for row in rows)
 
 
-def test_the_own_estimator_gives_the_advantage_of_a_sample_to_tokens_that_were_hard_to_foresee() -> None:
-    config = from_overrides("trainer.algorithm.advantage_estimator=examples.own_algorithm.rare_tokens:rare_tokens")
-    check_algorithm(config.trainer.algorithm)
+def test_the_own_estimators_give_the_advantage_of_a_sample_to_tokens_that_were_hard_to_foresee_or_weigh_them() -> None:
+    for name in ("rare_tokens", "unsure_tokens"):
+        key = f"trainer.algorithm.advantage_estimator=examples.own_algorithm.{name}:{name}"
+        check_algorithm(from_overrides(key).trainer.algorithm)
     logprobs = [np.log([0.5, 0.99]), np.log([0.9, 0.1])]
     samples = [
         SampleCredit(rewards=(reward,), num_tokens=(2,), logprobs=of_one.astype(np.float32))
@@ -67,6 +69,9 @@ def test_the_own_estimator_gives_the_advantage_of_a_sample_to_tokens_that_were_h
     ]
     found = rare_tokens(samples, AdvantageConstants())
     assert [advantages.tolist() for advantages in found] == [[1.0, 0.0], [0.0, -1.0]]
+    weighed = unsure_tokens(samples, AdvantageConstants())
+    assert [one.advantages.tolist() for one in weighed] == [[1.0, 1.0], [-1.0, -1.0]]
+    assert [one.weights.tolist() for one in weighed] == [pytest.approx([0.5, 0.01]), pytest.approx([0.1, 0.9])]
 
 
 def test_the_own_score_pays_for_the_right_digit_and_charges_for_length() -> None:

@@ -86,4 +86,5 @@ class TrainedRows:
                     "reward": trajectory.reward,
                     "advantages": row.advantages,
                     "weight": trajectory.weight,
+                    "token_weights": trajectory.token_weights,
                 }

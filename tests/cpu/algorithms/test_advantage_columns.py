@@ -1,15 +1,17 @@
 """Advantages of turns and tokens as columns of rows, whatever rows train them."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, with_advantages
-from skyrl_async.algorithms.credit import SampleCredit
+from skyrl_async.algorithms.credit import SampleCredit, WeightedAdvantages
 from skyrl_async.algorithms.settings import AdvantageConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
-from skyrl_async.columns import VersionSpans
+from skyrl_async.columns import VersionSpans, is_repeated
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit
 from skyrl_async.rollout.staleness import STALENESS_POLICIES
@@ -167,3 +169,45 @@ def test_one_advantage_for_all_tokens_takes_the_memory_of_one() -> None:
     (found,) = with_advantages([group_of(row)], make_advantage_estimator("rloo"))
     (column,) = found.advantages
     assert len(column) == 100_000 and column.base is not None and column.base.nbytes == 4
+
+
+def weighing(*weights: object) -> AdvantageEstimator:
+    """Advantages of 1 with a sample's weights each; None: no weights."""
+
+    def compute(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[object]:
+        ones = [np.ones(len(one.logprobs)) for one in samples]
+        return [
+            one if of_one is None else WeightedAdvantages(advantages=one, weights=of_one)
+            for one, of_one in zip(ones, weights, strict=True)
+        ]
+
+    return AdvantageEstimator(compute=compute, unit=Unit.TOKEN)
+
+
+def test_weights_of_tokens_are_columns_of_the_rows_that_have_them_and_go_when_they_are_not_given_again() -> None:
+    rows = (row_of(("0", 2), ("env", 1), ("1", 1)), row_of(("0", 1), sample=1), row_of(("old", 1), is_abandoned=True))
+    rows = (rows[0], rows[1], replace(rows[2], sample_index=2))
+    (found,) = with_advantages([group_of(*rows)], weighing([0.5, 2.0, 0.25], None))
+    weights = [row.token_weights for row in found.trajectories]
+    assert weights[0] is not None and weights[0].tolist() == [0.5, 2.0, 0.0, 0.25] and weights[0].dtype == np.float32
+    assert weights[1:] == [None, None]
+    assert columns(found) == [[1.0, 1.0, 0.0, 1.0], [1.0], [0.0]]
+    (again,) = with_advantages([found], weighing(None, None))
+    assert again.trajectories == rows
+
+
+def test_a_weight_of_a_whole_sample_takes_the_memory_of_one() -> None:
+    estimator = AdvantageEstimator(
+        compute=lambda rewards: [WeightedAdvantages(advantages=reward, weights=0.5) for reward in rewards]
+    )
+    (found,) = with_advantages([group_of(row_of(("0", 3), reward=2.0))], estimator)
+    (row,) = found.trajectories
+    assert row.token_weights is not None and is_repeated(row.token_weights) and is_repeated(found.advantages[0])
+    assert (row.token_weights.tolist(), columns(found)) == ([0.5] * 3, [[2.0] * 3])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -0.5], [1.0, math.nan], [math.inf, 1.0]])
+def test_weights_that_do_not_fit_their_tokens_are_refused_with_what_was_returned(weights: list[float]) -> None:
+    said = r"must return one finite weight >= 0 per token of samples that have 2, if any, got \[WeightedAdvantages"
+    with pytest.raises(TrainingError, match=said):
+        with_advantages([group_of(row_of(("0", 2)))], weighing(weights))

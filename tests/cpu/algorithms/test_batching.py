@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +113,20 @@ def test_log_probs_under_other_models_are_those_of_sampled_tokens_and_given_for_
     assert batch.weights.tolist() == [0.5, 0.5, 1.0]
     with pytest.raises(ValueError, match="trajectory.ref_logprobs has 1 entries for 3 response tokens"):
         replace(first.trajectory, ref_logprobs=(-1.0,))
+
+
+def test_weights_of_tokens_multiply_that_of_their_row_and_rows_without_them_stay_as_they_are() -> None:
+    weighed, plain = row((1, 2), (3, 4, 5), (1, 0, 1), 0.5), row((6, 7, 8), (9,), (1,), -2.0)
+    weighed = replace(
+        weighed, trajectory=replace(weighed.trajectory, token_weights=np.array([2, 9, 0], np.float32), weight=0.5)
+    )
+    plain = replace(plain, trajectory=replace(plain.trajectory, weight=1 / 3))
+    batch = collate([weighed, plain], CPU)
+    assert batch.weights.tolist() == [1.0, 0.0, np.float32(1 / 3)]
+    assert batch.advantages.tolist() == [0.5, 0.0, np.float32(-2 / 3)]
+    assert batch.returns.tolist() == [0.5, 0.5, -2.0]
+    one = replace(plain, trajectory=replace(plain.trajectory, token_weights=np.ones(1, np.float32)))
+    assert collate([one], CPU).advantages.tolist() == collate([plain], CPU).advantages.tolist()
 
 
 @given(

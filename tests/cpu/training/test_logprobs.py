@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -184,6 +185,9 @@ class TestDivergenceInTheLoss:
     ) -> None:
         rows, values = trajectories(5, seed=1, is_multi_turn=True), advantages(5, seed=2)
         rows[1] = replace(rows[1], weight=0.25)
+        for index in (1, 2):
+            of_tokens = np.linspace(0.0, 3.0, len(rows[index].loss_mask), dtype=np.float32)
+            rows[index] = replace(rows[index], token_weights=of_tokens)
         policy = make(policy_loss="rollout_is", has_reference=True, reference_path=str(other_directory), **KL)
         figures = await policy.forward_backward(rows, values, 0)
 
@@ -197,7 +201,8 @@ class TestDivergenceInTheLoss:
             ratio = (chosen - torch.tensor(row.logprobs)).exp().detach().clamp(max=2.0)
             kl = ((ref - chosen).exp() - 1 - (ref - chosen)).clamp(max=10.0)  # random models are far apart
             mask = torch.tensor(row.loss_mask)
-            total = total + row.weight * (mask * (KL["kl_coef"] * kl - ratio * advantage * chosen)).sum()
+            of_tokens = torch.ones(len(mask)) if row.token_weights is None else torch.tensor(row.token_weights)
+            total = total + row.weight * (of_tokens * mask * (KL["kl_coef"] * kl - ratio * advantage * chosen)).sum()
             divergence += (mask * kl).sum().item()
         total.backward()
         expected = {name: p.grad for name, p in model.named_parameters()}
