@@ -22,8 +22,11 @@ def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, value
     error = (values - returns).square()
     if value_clip is None or old_values is None:
         return TokenLoss(loss=error / 2, is_clipped=torch.zeros_like(values, dtype=torch.bool))
-    clipped = (old_values + (values - old_values).clamp(-value_clip, value_clip) - returns).square()
-    return TokenLoss(loss=torch.maximum(error, clipped) / 2, is_clipped=clipped > error)
+    moved = values - old_values
+    kept = moved.clamp(-value_clip, value_clip)
+    clipped = (old_values + kept - returns).square()
+    # Inside the clip both errors are equal but for rounding.
+    return TokenLoss(loss=torch.maximum(error, clipped) / 2, is_clipped=(kept != moved) & (clipped > error))
 
 
 @torch.no_grad()

@@ -67,6 +67,11 @@ def test_a_value_that_moved_further_than_the_clip_towards_its_return_has_no_grad
     assert loss_of(value, 1.0, towards, 0.5) == expected
 
 
+def test_rounding_clips_no_value_that_stayed_inside() -> None:
+    values, returns = torch.linspace(-0.1, 0.1, 1001), torch.full((1001,), 3.0)
+    assert not value_loss(values, torch.full_like(values, 0.15), returns, 0.5).is_clipped.any()
+
+
 def test_a_row_counts_by_its_weight_in_the_gradient_and_as_one_in_the_figures() -> None:
     batch = collate([row([3.0, 0.0], [1.0, 1.0], weight=0.25), row([2.0], [1.5], weight=2.0)], CPU)
     values = torch.tensor([2.0, 1.0, 1.0], requires_grad=True)
