@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_async.columns import Advantages, TopTokens
 from skyrl_async.training.protocol import Policy
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory, WeightUpdate
@@ -97,6 +99,31 @@ def advantages(num_rows: int, *, seed: int) -> list[float]:
     return torch.randn(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def with_columns(rows: Sequence[Trajectory], *, seed: int) -> tuple[list[Trajectory], list[Advantages]]:
+    """The rows with weights, values and a teacher's log-probs that differ from token to token, and advantages that do, of either sign.
+
+    For a critic these are what values are trained towards.
+    """
+    random = np.random.default_rng(seed)
+
+    def with_its_own(row: Trajectory) -> Trajectory:
+        num = len(row.response_token_ids)
+        return replace(
+            row,
+            token_weights=random.uniform(0.0, 2.0, num).astype(np.float32),
+            values=random.normal(size=num).astype(np.float32),
+            teacher_logprobs=random.uniform(-4.0, -2.0, num).astype(np.float32),
+            teacher_top=TopTokens(
+                ids=np.array([random.choice(VOCABULARY, 4, replace=False) for _ in range(num)], np.int32),
+                logprobs=np.log(random.dirichlet(np.ones(5), num)).astype(np.float32),
+            ),
+        )
+
+    return [with_its_own(row) for row in rows], [
+        random.normal(size=len(row.loss_mask)).astype(np.float32) for row in rows
+    ]
+
+
 def num_tokens(rows: Sequence[Trajectory]) -> int:
     return sum(row.num_sampled_tokens for row in rows)
 
@@ -108,16 +135,17 @@ async def train(
     num_steps: int,
     num_rows: int = 5,
     has_idle_group: bool = False,
-    is_weighted: bool = False,
+    has_columns: bool = False,
 ) -> list[dict[str, float]]:
     """Steps of two groups each, streamed; the second has one row, so that one of two ranks idles. The idle group has no advantages.
-    ``is_weighted``: rows count by thirds.
+    ``has_columns``: all that can differ from token to token does, and rows count by thirds.
     """
     figures = []
     for step in range(first_step, first_step + num_steps):
         rows, values = trajectories(num_rows, seed=step), advantages(num_rows, seed=step)
-        if is_weighted:
+        if has_columns:
             rows = [replace(row, weight=(1 + (index + 1) % 3) / 3) for index, row in enumerate(rows)]
+            rows, values = with_columns(rows, seed=step)
         figures.append(await policy.forward_backward(rows[1:], values[1:], step))
         figures.append(await policy.forward_backward(rows[:1], values[:1], step))
         if has_idle_group:

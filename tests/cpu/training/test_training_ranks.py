@@ -57,9 +57,13 @@ OTHER_WAY = {
 }
 """Who wrote a checkpoint -> who takes it up, on another number of ranks: another backend or stage."""
 Make = Callable[[TrainingSettings], InProcessPolicy]
-train = partial(tiny_policies.train, is_weighted=True)
+train = partial(tiny_policies.train, has_columns=True)
 CORRECTIONS = {
-    "tied": {"policy_loss": "ppo_clip", "correction": CorrectionSettings(outlier_mask=(0.03, 8.0))},
+    "tied": {
+        "policy_loss": "ppo_clip",
+        "correction": CorrectionSettings(outlier_mask=(0.03, 8.0)),
+        "teacher_coef": 0.1,
+    },
     "": {"policy_loss": "rollout_is", "correction": CorrectionSettings(token_tis=2.0, token_mask=(0.1, 4.0))},
 }
 
@@ -75,7 +79,7 @@ def settings_of(way: str, directory: Path) -> TrainingSettings:
         lora = LoraConfig(rank=3, alpha=6.0)
         settings = replace(settings, lora=lora, has_reference=True, kl_estimator="k3", kl_coef=0.1)
     if way.endswith("critic"):
-        settings = replace(settings, is_critic=True)
+        settings = replace(settings, is_critic=True, value_clip=0.5)
     return settings
 
 

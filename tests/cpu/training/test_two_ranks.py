@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.columns import TopTokens
+from skyrl_async.columns import Advantages
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import Trajectory
-from tests.cpu.tiny_policies import VOCABULARY, assert_close, write_policy
+from tests.cpu.tiny_policies import VOCABULARY, assert_close, with_columns, write_policy
 from tests.cpu.two_ranks import NUM_RANKS, OneOfTwo, RankPair
 
 MEMORY: dict[str, dict[str, Any]] = {
@@ -24,9 +24,10 @@ MEMORY: dict[str, dict[str, Any]] = {
     "offloaded": {"cpu_offload": True},
     "padded": {"use_sample_packing": False},
     "logits in chunks": {"logprobs_chunk_size": 5},
+    "in one micro-batch": {"micro_batch_tokens": 4096},
     "all at once": {"activation_checkpointing": True, "cpu_offload": True, "logprobs_chunk_size": 5},
 }
-"""Ways to save memory, none of which may change a number."""
+"""Ways to lay out rows and to save memory, none of which may change a number."""
 LOSS: dict[str, Any] = {
     "lr": 1e-3,
     "entropy_coef": 0.01,
@@ -38,14 +39,12 @@ LOSS: dict[str, Any] = {
 }
 
 
-def rows() -> list[Trajectory]:
-    """Five, so that a rank idles while the other computes its last micro-batch. Their teacher likes random tokens."""
+def rows() -> tuple[list[Trajectory], list[Advantages]]:
+    """Five, so that a rank idles while the other computes its last micro-batch, and advantages. All columns differ from token to token."""
     generator = torch.Generator().manual_seed(0)
 
     def row(length: int) -> Trajectory:
         ids = tuple(torch.randint(0, VOCABULARY, (length + 4,), generator=generator).tolist())
-        liked = torch.rand(length, VOCABULARY, generator=generator).topk(4).indices
-        likely = torch.rand(length, 5, generator=generator).log_softmax(-1)
         return Trajectory(
             prompt_token_ids=ids[:4],
             response_token_ids=ids[4:],
@@ -53,18 +52,16 @@ def rows() -> list[Trajectory]:
             logprobs=tuple((-3.0 - torch.rand(length, generator=generator)).tolist()),
             versions=(0,) * length,
             reward=0.0,
-            teacher_top=TopTokens(ids=liked.int().numpy(), logprobs=likely.numpy()),
         )
 
-    return [row(length) for length in (3, 30, 11, 24, 7)]
+    return with_columns([row(length) for length in (3, 30, 11, 24, 7)], seed=0)
 
 
 def train(policy: PolicyRank, num_ranks: int, index: int, checkpoint: Path | None, save: Path) -> Any:
     """Figures of this rank, gradients and, after the step, the weights of all; from ``checkpoint``, and saved to ``save``."""
     if checkpoint is not None:
         policy.load(checkpoint)
-    values = [0.7, -1.2, 0.4, 2.0, -0.3]
-    work = split_work(rows(), values, 0, settings=policy._settings, num_ranks=num_ranks)[index]
+    work = split_work(*rows(), 0, settings=policy._settings, num_ranks=num_ranks)[index]
     figures = policy.forward_backward(work)
     parameters: dict[str, Any] = policy._backend._parameters  # type: ignore[attr-defined]
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in parameters.items()}
