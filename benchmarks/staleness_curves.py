@@ -2,8 +2,8 @@
 
 A row is a run: ``correction`` names one of ``CORRECTIONS``, ``staleness`` is the bound, ``policy`` what holds it. ``seconds`` are of the
 training loop, held-out prompts included; ``curve`` has (step, held-out reward), ``reward_before`` and ``reward_after`` are of more prompts.
-``staleness_mean`` says how stale groups really were: finished groups may wait up to the bound, so that it is used. ``ess``, ``masked`` and
-``clipped`` are means over the steps.
+``staleness_mean`` says how stale groups really were: finished groups may wait up to the bound, so that it is used. ``ess``,
+``sequence_ess``, ``lr_scale``, ``masked`` and ``clipped`` are means over the steps.
 
 Under ``against_no_staleness`` is, per correction and bound, the reward after training less that at the bound of 0 (mean of the differences
 per seed), its standard error, and whether it is within two of these. With ``--json FILE`` each row is written as soon as it is there,
@@ -48,6 +48,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "decoupled": _keys("decoupled_ppo", tis_ratio_type="token"),
     "token_tis": _keys("rollout_is", tis_ratio_type="token"),
     "token_tis_guard": (*_keys("rollout_is", tis_ratio_type="token"), "trainer.guard.scale_lr_by_ess=true"),
+    "token_tis_min_ess": (*_keys("rollout_is", tis_ratio_type="token"), "trainer.guard.min_ess=0.3"),
     "sequence_tis": _keys("rollout_is", tis_ratio_type="sequence"),
     "mis": _keys(
         "rollout_is",
@@ -67,8 +68,9 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "gae_unweighted": (*_keys("ppo_clip"), f"{_ESTIMATOR}=gae", "trainer.algorithm.vtrace_clip=null"),
     "forward_kl": (*_keys("ppo_clip"), "trainer.algorithm.distillation.divergence=forward_kl"),
 }
-"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size; ``gae``
-is PPO with a critic, whose returns V-trace weighs or does not; ``forward_kl`` is for a teacher, which the overrides name.
+"""Name -> overrides. ``none`` is PPO clipped around the engine's log-probs; ``guard`` scales steps by their effective sample size, and
+``min_ess`` refuses those of a small one; ``gae`` is PPO with a critic, whose returns V-trace weighs or does not; ``forward_kl`` is for a
+teacher, which the overrides name.
 """
 
 BOUNDS = (0, 1, 4, 8)
@@ -159,6 +161,8 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
         "staleness_mean": totals.staleness_sum / totals.trained_groups,
         "staleness_max": totals.staleness_max,
         "ess": mean("policy/ess"),
+        "sequence_ess": mean("policy/sequence_ess"),
+        "lr_scale": mean("policy/lr_scale"),
         "masked": mean("policy/correction_masked"),
         "clipped": mean("policy/clip_frac"),
         "all_masked_steps": totals.all_masked_steps,
