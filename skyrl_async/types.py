@@ -6,7 +6,7 @@ read-only numpy column, or ``VersionSpans``; constructors take any sequence of s
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from typing import Any
@@ -388,6 +388,21 @@ class Trajectory:
         """Tokens of prompt and response."""
         return len(self.prompt_token_ids) + len(self.response_token_ids)
 
+    def with_only(self, *columns: str) -> "Trajectory":
+        """What a model computes with: tokens with mask, log-probs and versions, reward and weight, and of the columns that a row may lack
+        those named. Without turns, texts and figures.
+        """
+        return Trajectory(
+            prompt_token_ids=self.prompt_token_ids,
+            response_token_ids=self.response_token_ids,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            reward=self.reward,
+            weight=self.weight,
+            **{name: getattr(self, name) for name in columns},
+        )
+
 
 _COLUMNS = {
     "token_ids": np.int32,
@@ -494,6 +509,12 @@ class Group:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(t.num_sampled_tokens for t in self.trajectories)
+
+    def without_teacher_top(self) -> "Group":
+        """The group without the teacher's likeliest tokens, which take more memory than all other columns."""
+        if all(row.teacher_top is None for row in self.trajectories):
+            return self
+        return replace(self, trajectories=tuple(replace(row, teacher_top=None) for row in self.trajectories))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,7 +219,9 @@ class GenerationWorkers:
         self._counts["requeued_tokens"] += group.num_sampled_tokens
         step = self.staleness.last_version + 1
         reason = "it became older than trainer.max_staleness_steps"
-        self.record.add(EndedGroup(group=group, outcome=Outcome.DROPPED, step=step, reason=reason))
+        self.record.add(
+            EndedGroup(group=group.without_teacher_top(), outcome=Outcome.DROPPED, step=step, reason=reason)
+        )
         await self.dataloader.requeue((group.epoch, group.uid))
         await self.staleness.on_rollout_filtered(admission_of(group))
         self._draw()

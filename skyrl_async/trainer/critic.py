@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_async.algorithms.losses import merge_figures
 from skyrl_async.algorithms.value_loss import explained_variance
 from skyrl_async.metrics.step import StepFigures
-from skyrl_async.training.protocol import WAIT_SECONDS, Critic
+from skyrl_async.training.protocol import CRITIC_COLUMNS, WAIT_SECONDS, Critic
 from skyrl_async.types import Group
 
 LeaseCritic = Callable[[], AbstractAsyncContextManager[None]]
@@ -39,7 +39,7 @@ class CriticTraining:
             figures: of the step.
         """
         rows = [
-            replace(row, loss_mask=row.loss_mask & ~np.isnan(returns), weight=1.0, turn_spans=(), turn_rewards=())
+            replace(row.with_only(*CRITIC_COLUMNS), loss_mask=row.loss_mask & ~np.isnan(returns), weight=1.0)
             for row, returns in zip(group.trajectories, group.returns, strict=True)
         ]
         self._num_tokens += sum(row.num_sampled_tokens for row in rows)

@@ -27,7 +27,7 @@ from skyrl_async.runtime.tasks import task_group
 from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.run import Run, is_due
 from skyrl_async.trainer.weight_update_stage import TrainedStep, WeightUpdateStage
-from skyrl_async.training.protocol import LOGPROBS, WAIT_SECONDS, Policy
+from skyrl_async.training.protocol import LOGPROBS, POLICY_COLUMNS, WAIT_SECONDS, Policy
 from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
@@ -276,15 +276,14 @@ class TrainStage:
         piece = self.beside_validation.piece(masked.num_sampled_tokens)
         async with self._beside_critic(figures, lambda critic, figures: critic.add_gradients(masked, figures)):
             with timed, piece:
-                sums = await self._policy.forward_backward(
-                    reduced.trajectories, masked.advantages, figures.current_version
-                )
+                rows = [row.with_only(*POLICY_COLUMNS) for row in reduced.trajectories]
+                sums = await self._policy.forward_backward(rows, masked.advantages, figures.current_version)
                 _set_wait_apart(figures, "forward_backward", sums)
         logprobs = sums.pop(LOGPROBS, None)
         if is_again:
             figures.add_pass(masked, sums, reduced.denominator)
             return
-        masked = _with_logprobs(masked, logprobs, figures.current_version)
+        masked = _with_logprobs(masked.without_teacher_top(), logprobs, figures.current_version)
         num_masked_tokens = group.num_sampled_tokens - masked.num_sampled_tokens
         figures.add_group(masked, sums, num_masked_tokens, reduced.denominator)
 

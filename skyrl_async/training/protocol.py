@@ -15,6 +15,10 @@ SharedWeights = dict[str, dict[str, Any]]
 """``shared_tensor.device_key`` -> Hugging Face name -> handle for ``shared_tensor.opened``."""
 WAIT_SECONDS = "wait_seconds"
 """Key of the seconds that a call waited for earlier calls."""
+POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top", "marks", "token_weights")
+"""What ``Policy.forward_backward`` reads of the columns that rows may lack (``Trajectory.with_only``)."""
+CRITIC_COLUMNS = ("values",)
+"""The same of ``Critic.forward_backward``."""
 LOGPROBS = "logprobs"
 """Key of the log-probs of ``forward_backward``'s rows under the policy, as in ``RowLogprobs.values``."""
 

@@ -3,12 +3,14 @@
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from skyrl_async.algorithms.advantages import register_advantage_estimator
-from skyrl_async.algorithms.credit import GroupRewards
+from skyrl_async.algorithms.credit import GroupRewards, SampleCredit, WeightedAdvantages
+from skyrl_async.algorithms.estimators.gae import gae_advantages
 from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_ratio, register_policy_loss
-from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.algorithms.settings import AdvantageConstants, LossConstants
 
 
 @register_advantage_estimator("own_median", needs_groups=False)
@@ -20,6 +22,15 @@ def median_advantages(rewards: Sequence[float]) -> list[float]:
 def mini_batch_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
     best = max(reward for group in groups for reward in group.rewards)
     return [[reward - best for reward in group.rewards] for group in groups]
+
+
+@register_advantage_estimator("own_weighed_gae", unit="token", needs_groups=False, needs_values=True)
+def weighed_gae(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[WeightedAdvantages]:
+    """Counts tokens the more the less their sampler expected them."""
+    return [
+        WeightedAdvantages(advantages=advantages, weights=1.5 - np.exp(sample.logprobs))
+        for sample, advantages in zip(samples, gae_advantages(samples, constants), strict=True)
+    ]
 
 
 def spread_advantages(rewards: Sequence[float]) -> list[float]:

@@ -198,6 +198,7 @@ class PolicyOverRanks(ABC):
 
     async def _of_rows(self, method: str, trajectories: Sequence[Trajectory], *arguments: Any) -> RowLogprobs:
         """Deal rows to the ranks, and join the columns that ``method`` returns for them."""
+        trajectories = [row.with_only() for row in trajectories]
         rows = [_row(row, 0.0) for row in trajectories if row.num_sampled_tokens]
         plans = _plans(rows, self._settings, self._num_ranks)
         answers = await self._call_each(method, [(_picked(rows, plan), *arguments) for plan in plans])

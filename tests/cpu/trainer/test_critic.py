@@ -1,6 +1,7 @@
 """Training with a critic, bit for bit: the real loop, FSDP2 policy and critic, and the publisher over the deterministic engine."""
 
-from collections.abc import Awaitable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.errors import CheckpointError
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Trajectory
 from tests.cpu.trainer.test_deterministic_run import (
@@ -23,6 +25,7 @@ from tests.cpu.trainer.test_deterministic_run import (
     Outcome,
     Running,
     build,
+    checksum_of,
     policy_dir,
     request,
     train,
@@ -30,6 +33,8 @@ from tests.cpu.trainer.test_deterministic_run import (
 
 __all__ = ["policy_dir"]
 JOB = Job(estimator="gae")
+ALL_COLUMNS = Job(estimator="tests.cpu.own_algorithms:weighed_gae", training={"teacher_coef": 0.1})
+"""Values, and weights of tokens; a teacher's likeliest tokens."""
 GAMMA, LAMBDA = 1.0, 0.9
 
 
@@ -42,6 +47,17 @@ def gae(row: Trajectory, values: np.ndarray) -> np.ndarray:
         next_value = float(values[t])
         advantages[t] = next_advantage
     return advantages
+
+
+async def valued(
+    critic: InProcessPolicy, rows: Sequence[Trajectory]
+) -> tuple[list[Trajectory], list[np.ndarray], list[np.ndarray]]:
+    """The rows with values, their advantages, and what values are trained towards, (T,) float32 each."""
+    values = (await critic.values_of(rows)).values
+    columns = [gae(row, of_row) for row, of_row in zip(rows, values, strict=True)]
+    returns = [of_row.astype(np.float64) + column for of_row, column in zip(values, columns, strict=True)]
+    rows = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
+    return rows, [column.astype(np.float32) for column in columns], [column.astype(np.float32) for column in returns]
 
 
 def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
@@ -58,25 +74,18 @@ def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
             generate = running.workers._retrier.generate
             groups = [await generate(request(prompt, 3 * step + i)) for i, (_, prompt) in enumerate(drawn)]
             for rows in groups:
-                values = (await critic.values_of(rows)).values
-                valued = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
-                columns = [gae(row, row.values) for row in valued]
-                advantages = [column.astype(np.float32) for column in columns]
-                returns = [
-                    (row.values.astype(np.float64) + column).astype(np.float32)
-                    for row, column in zip(valued, columns, strict=True)
-                ]
-                loss += (await policy.forward_backward(valued, advantages, step))["loss_sum"]
-                await critic.forward_backward(valued, returns, step)
+                rows, advantages, returns = await valued(critic, rows)
+                loss += (await policy.forward_backward(rows, advantages, step))["loss_sum"]
+                await critic.forward_backward(rows, returns, step)
                 num_tokens += sum(row.num_sampled_tokens for row in rows)
             await policy.step(num_tokens)
             await critic.step(num_tokens)
             losses.append(loss / num_tokens)
             await running.publisher.publish(step + 1)
-        checksum = await running.engine.checksum()
+        outcome = Outcome(losses, await running.engine.checksum(), checksum_of(critic))
         await policy.close()
         await critic.close()
-        return Outcome(losses, checksum)
+        return outcome
 
     return run_in_virtual_time(main())
 
@@ -91,17 +100,55 @@ def test_contract_3_staleness_zero_with_a_critic_gives_the_losses_and_weights_of
     assert len(set(streamed.losses)) == NUM_STEPS
 
 
+COLUMNS = {*POLICY_COLUMNS, *CRITIC_COLUMNS}
+"""Those that a row may lack, and workers read."""
+
+
+def columns_that_reach(running: Running) -> defaultdict[str, set[str]]:
+    """Where rows go -> the columns that they bring there, as they come: to a method of a rank, or to the record."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+
+    def noting(place: str, holder: Any, method: str, rows_of: Callable[[Any], Iterable[Trajectory]]) -> None:
+        call = getattr(holder, method)
+
+        def noted(given: Any, *more: Any) -> Any:
+            for row in rows_of(given):
+                found[place] |= {name for name in COLUMNS if getattr(row, name) is not None}
+            return call(given, *more)
+
+        setattr(holder, method, noted)
+
+    def dealt(micro_batches: Any) -> list[Trajectory]:
+        return [row.trajectory for rows in micro_batches for row in rows]
+
+    for name, model in (("policy", running.policy), ("critic", running.critic)):
+        assert model is not None
+        noting(name, model._rank, "forward_backward", lambda work: dealt(work.micro_batches))
+        noting("values", model._rank, "values_of", dealt)
+    noting("record", running.trainer._run.recorder.record, "add", lambda ended: ended.group.trajectories)
+    return found
+
+
 @pytest.mark.slow
-def test_whole_mini_batches_give_a_critic_the_same_figures_as_groups_one_by_one(
+def test_whole_mini_batches_give_both_models_the_same_bits_as_groups_one_by_one_and_each_what_it_reads(
     policy_dir: Path, tmp_path: Path
 ) -> None:
     figures: dict[bool, list[dict[str, float]]] = {}
+    outcomes: list[Outcome] = []
     for streams in (True, False):
+        reached: list[dict[str, set[str]]] = []
 
-        def remember(running: Running, streams: bool = streams) -> None:
+        def remember(running: Running, streams: bool = streams, reached: list[Any] = reached) -> None:
             figures[streams] = running.logged
+            reached.append(columns_that_reach(running))
 
-        train(replace(JOB, stream_mini_batch=streams), policy_dir, tmp_path / str(streams), remember)
+        job = replace(ALL_COLUMNS, stream_mini_batch=streams)
+        outcomes.append(train(job, policy_dir, tmp_path / str(streams), remember))
+        of_policy = {"teacher_logprobs", "teacher_top", "token_weights"}
+        recorded = (of_policy | {"values"}) - {"teacher_top"}
+        assert reached == [{"policy": of_policy, "critic": {"values"}, "values": set(), "record": recorded}]
+    assert outcomes[0] == outcomes[1]
+    assert [steps[-1]["policy/teacher_kl"] > 0 for steps in figures.values()] == [True, True]
     of_critic = [
         [
             {name: value for name, value in step.items() if name.startswith("critic/")}

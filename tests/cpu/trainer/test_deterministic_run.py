@@ -1,10 +1,12 @@
 """Contracts 3, 7 and 9 bit for bit: the real loop, client, generator, FSDP2 policy and publisher over the deterministic engine."""
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.trainer import TrainerConfig
+from skyrl_async.config.schema.trainer import GuardConfig, TrainerConfig
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
@@ -45,7 +47,7 @@ from skyrl_async.trainer.validation import Evaluator
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.logprob_workers import ColumnStageWork
-from skyrl_async.types import PauseMode, Prompt, SamplingParams
+from skyrl_async.types import LogprobModel, PauseMode, Prompt, SamplingParams
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
 from skyrl_async.weight_sync.publisher import WeightPublisher
 
@@ -121,7 +123,7 @@ class Job:
     plan: DevicePlan | None = None
     """The same, of a configuration."""
     training: dict[str, Any] = field(default_factory=dict)
-    """More settings of the policy."""
+    """More settings of the policy; with ``teacher_coef`` there is a teacher, the initial policy."""
     estimator: str = "grpo"
     """``gae`` brings a critic."""
     critic_warmup_steps: int = 0
@@ -129,6 +131,7 @@ class Job:
     """Of a batch."""
     num_epochs: int = 1
     """Passes over a batch."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
 STOPPED = Job(sampling=SamplingParams(max_tokens=40, stop=("e", "a", "S")), check_interval_steps=0)
@@ -143,6 +146,7 @@ class Running:
     engine: DeterministicEngine
     policy: InProcessPolicy
     critic: InProcessPolicy | None
+    teacher: InProcessPolicy | None
     publisher: WeightPublisher
     workers: GenerationWorkers
     dataloader: _AsyncDataloader
@@ -156,6 +160,17 @@ class Running:
 class Outcome:
     losses: list[float]
     checksum: str
+    critic: str = ""
+    """Checksum of its weights; empty without one."""
+
+
+def checksum_of(model: InProcessPolicy | None) -> str:
+    """SHA-256 over names and bytes of the weights that a model trains."""
+    backend: Any = None if model is None else model._rank._backend
+    digest = hashlib.sha256()
+    for name, tensor in () if backend is None else backend.iter_full_params():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return "" if backend is None else digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +201,7 @@ def config_of(job: Job) -> Config:
         checkpoint_interval_steps=job.checkpoint_interval_steps,
         logprob_probe_interval_steps=job.check_interval_steps,
         stall_warning_s=math.inf,
+        guard=job.guard,
     )
     generator = GeneratorConfig(
         n_samples_per_prompt=3,
@@ -258,9 +274,13 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     )
     estimator = make_advantage_estimator(job.estimator, AdvantageConstants(lambd=0.9))
     critic = InProcessPolicy(replace(settings, is_critic=True)) if estimator.needs_values else None
-    prepare = {"reward": reward_with(estimator)}
+    prepare: dict[str, Any] = {"reward": reward_with(None if critic else estimator)}
+    teacher = InProcessPolicy(replace(settings, trains=False, num_top_tokens=4)) if settings.teacher_coef else None
+    if teacher is not None:
+        likely = partial(teacher.logprobs_of, model=LogprobModel.POLICY)
+        prepare["teacher_logp"] = ColumnStageWork(likely, "teacher_logprobs")
     if critic is not None:
-        prepare = {"reward": reward_with(None), "values": ColumnStageWork(critic.values_of, "values")}
+        prepare["values"] = ColumnStageWork(critic.values_of, "values")
     trainer = FullyAsyncTrainer(
         run,
         policy=leasing,
@@ -273,7 +293,9 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         lease=lease_of("policy", groups),
     )
     running.append(
-        Running(trainer, engine, policy, critic, publisher, run.workers, dataloader, run.staleness, turns, groups)
+        Running(
+            trainer, engine, policy, critic, teacher, publisher, run.workers, dataloader, run.staleness, turns, groups
+        )
     )
     return running[0]
 
@@ -290,11 +312,11 @@ def train(
             async with running.turns.running() if running.turns else nullcontext():
                 await running.trainer.run()
             losses = [values["policy/loss"] for values in running.logged if "policy/loss" in values]
-            return Outcome(losses, await running.engine.checksum())
+            return Outcome(losses, await running.engine.checksum(), checksum_of(running.critic))
         finally:
-            await running.policy.close()
-            if running.critic is not None:
-                await running.critic.close()
+            for model in (running.policy, running.critic, running.teacher):
+                if model is not None:
+                    await model.close()
 
     return run_in_virtual_time(main())
 
