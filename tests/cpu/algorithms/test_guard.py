@@ -1,12 +1,22 @@
 """Steps that are scaled or refused by their effective sample size."""
 
 import math
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from skyrl_async.algorithms.guard import Guard
+from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.trainer import GuardConfig
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings
+from tests.cpu.trainer.test_critic import weights_after_each_step
+from tests.cpu.trainer.test_deterministic_run import NUM_STEPS, Job, Running, policy_dir, train
+
+__all__ = ["policy_dir"]
 
 
 def shares(share: float) -> dict[str, float]:
@@ -52,3 +62,36 @@ def test_groups_of_refused_steps_count_as_trained_and_the_run_goes_on() -> None:
     assert scales == [1.0, 0.0] * 3
     assert [values["policy/lr_scale"] for _, values in simulation.logged if "policy/lr_scale" in values] == scales
     assert simulation.staleness.trained_version == 6
+
+
+LR = 1e-2
+"""Of the job: so high that stale answers are worth some four fifths of fresh ones."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["scale_lr_by_ess=true", "min_ess=0.83"])
+def test_a_key_of_the_guard_reaches_the_optimizer_and_no_group_of_a_refused_step_is_lost(
+    policy_dir: Path, tmp_path: Path, override: str
+) -> None:
+    runs: list[Running] = []
+    weights: list[list[torch.Tensor]] = []
+    rates: list[float] = []
+
+    def before(running: Running) -> None:
+        runs.append(running)
+        weights.append(weights_after_each_step(running.policy))
+        optimizer: Any = running.policy._rank._backend._optimizer  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+
+    guard = from_overrides(f"trainer.guard.{override}").trainer.guard
+    train(Job(max_staleness_steps=2, guard=guard), policy_dir, tmp_path, before)
+    steps = [values for values in runs[0].logged if "policy/loss" in values]
+    shares = [values["policy/sequence_ess"] for values in steps]
+    scales = [math.sqrt(share) if guard.scale_lr_by_ess else float(share >= guard.min_ess) for share in shares]
+    assert min(scales) < 0.95 < max(scales)
+    assert [values["policy/lr_scale"] for values in steps] == scales
+    assert [values["policy/lr"] for values in steps] == [LR * scale for scale in scales]
+    assert rates == [LR * scale for scale in scales if scale]
+    assert [not torch.equal(*pair) for pair in pairwise(weights[0])] == [scale > 0 for scale in scales]
+    assert runs[0].staleness.trained_version == NUM_STEPS
+    assert runs[0].dataloader.statistics()["trained_total"] == runs[0].trainer.totals.trained_groups == 3 * NUM_STEPS
