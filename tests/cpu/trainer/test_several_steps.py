@@ -15,6 +15,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from tests.cpu.quick_config import config_of
+from tests.cpu.trainer.test_critic import ALL_COLUMNS, valued
 from tests.cpu.trainer.test_deterministic_run import (
     NUM_STEPS,
     STOPPED,
@@ -22,6 +23,7 @@ from tests.cpu.trainer.test_deterministic_run import (
     Outcome,
     Running,
     build,
+    checksum_of,
     policy_dir,
     request,
     train,
@@ -31,48 +33,54 @@ __all__ = ["policy_dir"]
 JOB = Job(max_staleness_steps=3, stream_mini_batch=False, num_mini_batches=2, num_epochs=2)
 
 
-def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
-    """Generate a batch of two mini-batches, pass over it twice with a step for each, publish."""
+def plain_loop(job: Job, policy_dir: Path, directory: Path) -> Outcome:
+    """Generate a batch of two mini-batches, value it, pass over it twice with a step of both models for each mini-batch, publish."""
 
     async def main() -> Outcome:
-        running = build(JOB, policy_dir, directory)
-        policy, losses, version = running.policy, [], 0
+        running = build(job, policy_dir, directory)
+        policy, critic, losses, version = running.policy, running.critic, [], 0
         await running.publisher.publish(0)
         for batch in range(NUM_STEPS):
             drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(6)]
             generate = running.workers._retrier.generate
             groups = [await generate(request(prompt, 6 * batch + i)) for i, (_, prompt) in enumerate(drawn)]
             loss = num_passed = 0.0
-            for mini in (groups[:3], groups[3:]) * 2:
+            batch: list[Any] = [(rows, grpo_advantages([row.reward for row in rows]), None) for rows in groups]
+            if critic is not None:
+                batch = [await valued(critic, rows) for rows in groups]
+            for mini in (batch[:3], batch[3:]) * 2:
                 num_tokens = 0
-                for rows in mini:
-                    figures = await policy.forward_backward(rows, grpo_advantages([r.reward for r in rows]), version)
-                    loss += figures["loss_sum"]
+                for rows, advantages, returns in mini:
+                    loss += (await policy.forward_backward(rows, advantages, version))["loss_sum"]
                     num_tokens += sum(row.num_sampled_tokens for row in rows)
+                    if critic is not None:
+                        await critic.forward_backward(rows, returns, version)
                 await policy.step(num_tokens)
+                if critic is not None:
+                    await critic.step(num_tokens)
                 num_passed += num_tokens
             version += 4
             losses.append(loss / num_passed)
             await running.publisher.publish(version)
-        checksum = await running.engine.checksum()
-        await policy.close()
-        return Outcome(losses, checksum)
+        outcome = Outcome(losses, await running.engine.checksum(), checksum_of(critic))
+        for model in filter(None, (policy, critic)):
+            await model.close()
+        return outcome
 
     return run_in_virtual_time(main())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_contract_3_at_the_least_bound_a_batch_is_trained_as_in_a_plain_loop_bit_for_bit(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
-    logged: list[dict[str, float]] = []
-
-    def remember(running: Running) -> None:
-        running.logged = logged
-
-    found = train(JOB, policy_dir, tmp_path / "a", remember)
-    assert found == plain_loop(policy_dir, tmp_path / "b")
-    steps = [values for values in logged if "policy/loss" in values]
+    job, runs = replace(JOB, estimator=estimator), list[Running]()
+    found = train(job, policy_dir, tmp_path / "a", runs.append)
+    assert found == plain_loop(job, policy_dir, tmp_path / "b")
+    models = filter(None, (runs[0].policy, runs[0].critic))
+    assert {model._rank._backend.version for model in models} == {4 * NUM_STEPS}, "both have taken every step"
+    steps = [values for values in runs[0].logged if "policy/loss" in values]
     assert len({values["policy/loss"] for values in steps}) == NUM_STEPS
     # Groups are counted once, each at the last of the batch's four optimizer steps; the policy's means are over all passes.
     assert [values["async/staleness_max"] for values in steps] == [3.0] * NUM_STEPS
@@ -81,8 +89,12 @@ def test_contract_3_at_the_least_bound_a_batch_is_trained_as_in_a_plain_loop_bit
 
 
 @pytest.mark.slow
-def test_contract_7_a_killed_run_trains_the_batch_again_that_it_was_in(policy_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [Job(), ALL_COLUMNS], ids=["constant advantages", "columns of every kind"])
+def test_contract_7_a_killed_run_trains_the_batch_again_that_it_was_in(
+    policy_dir: Path, tmp_path: Path, columns: Job
+) -> None:
     job = replace(JOB, sampling=STOPPED.sampling, check_interval_steps=0)
+    job = replace(job, estimator=columns.estimator, training=columns.training)
     whole = train(job, policy_dir, tmp_path / "whole")
 
     def in_the_second_pass(running: Running) -> None:
