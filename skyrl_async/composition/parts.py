@@ -270,7 +270,7 @@ def make_trainer(
         checkpointer=checkpointer,
         step_advantages=advantages.of_step,
         lease=lease_of("policy", groups),
-        critic=_critic_training(config, parts),
+        critic=critic_training(config, parts.critic, groups),
     )
 
 
@@ -295,11 +295,10 @@ def _limit_by_cache(config: Config, staleness: _AsyncStalenessManager, pool: Eng
     pool.on_load = observe
 
 
-def _critic_training(config: Config, parts: Parts) -> CriticTraining | None:
+def critic_training(config: Config, critic: Critic | None, groups: Mapping[str, DeviceGroup]) -> CriticTraining | None:
     """Return what trains the critic. On the policy's devices the training stage's own lease covers its calls."""
-    if parts.critic is None:
+    if critic is None:
         return None
-    groups = parts.device_groups
     group = groups.get("critic")
     lease = contextlib.nullcontext if group is None or group is groups.get("policy") else partial(group.lease, "critic")
-    return CriticTraining(critic=parts.critic, warmup_steps=config.trainer.critic.warmup_steps, lease=lease)
+    return CriticTraining(critic=critic, warmup_steps=config.trainer.critic.warmup_steps, lease=lease)

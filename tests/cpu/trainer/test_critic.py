@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
+from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import CheckpointError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
@@ -191,7 +192,8 @@ def test_in_the_warm_up_the_critic_alone_is_trained_and_afterwards_both_are(poli
         found.extend(map(weights_after_each_step, (running.policy, running.critic)))
         logged.append(running.logged)
 
-    train(replace(JOB, critic_warmup_steps=2), policy_dir, tmp_path, before)
+    given = from_overrides("trainer.algorithm.advantage_estimator=gae", "trainer.critic.warmup_steps=2").trainer.critic
+    train(replace(JOB, critic_warmup_steps=given.warmup_steps), policy_dir, tmp_path, before)
     policy, critic = ([not torch.equal(*pair) for pair in pairwise(weights)] for weights in found)
     assert policy == [False, False, True, True]
     assert critic == [True] * NUM_STEPS

@@ -18,6 +18,7 @@ from skyrl_async.algorithms.settings import AdvantageConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
+from skyrl_async.composition.parts import critic_training
 from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
@@ -40,7 +41,6 @@ from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy
 from skyrl_async.tasks.tokenizer import train_tokenizer
-from skyrl_async.trainer.critic import CriticTraining
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks, make_run
 from skyrl_async.trainer.validation import Evaluator
@@ -210,6 +210,7 @@ def config_of(job: Job) -> Config:
         max_failed_fraction=0.0,
         sampling=from_section(SamplingConfig, job.sampling, stop=list(job.sampling.stop)),
     )
+    trainer.critic.warmup_steps = job.critic_warmup_steps
     return Config(trainer=trainer, generator=generator)
 
 
@@ -287,7 +288,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         publisher=publisher,
         prepare=prepare,
         step_advantages=StepAdvantages(estimator if critic else None),
-        critic=CriticTraining(critic=critic, warmup_steps=job.critic_warmup_steps) if critic else None,
+        critic=critic_training(config, critic, groups),
         evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
         lease=lease_of("policy", groups),
