@@ -124,6 +124,7 @@ def columns_that_reach(running: Running) -> defaultdict[str, set[str]]:
 
     for name, model in (("policy", running.policy), ("critic", running.critic)):
         assert model is not None
+        noting(name, model, "forward_backward", list)  # which recovering workers keep until the next checkpoint
         noting(name, model._rank, "forward_backward", lambda work: dealt(work.micro_batches))
         noting("values", model._rank, "values_of", dealt)
     noting("record", running.trainer._run.recorder.record, "add", lambda ended: ended.group.trajectories)

@@ -19,7 +19,7 @@ from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.parts import critic_training
-from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy
+from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy, on_leased_devices
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.config.schema.fields import from_section
@@ -281,7 +281,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         likely = partial(teacher.logprobs_of, model=LogprobModel.POLICY)
         prepare["teacher_logp"] = ColumnStageWork(likely, "teacher_logprobs")
     if critic is not None:
-        prepare["values"] = ColumnStageWork(critic.values_of, "values")
+        prepare["values"] = on_leased_devices(ColumnStageWork(critic.values_of, "values"), "critic", groups)
     trainer = FullyAsyncTrainer(
         run,
         policy=leasing,
