@@ -10,9 +10,13 @@ from skyrl_async.algorithms.estimators.outcome import dr_grpo_advantages, requir
 def reinforce_pp_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-8)`` over all tokens of the mini-batch: REINFORCE++ (arXiv 2501.03262).
 
-    Each sample counts once per trained token; mean and standard deviation are taken over these tokens. Nothing is computed per prompt, so
-    that groups of one sample work. With KL in the reward every token gets the KL of the whole answer; in the paper it gets the KL from
-    that token on. Before normalisation both have the same mean; this one has more variance (``kl.KlPenalty``).
+    Each sample counts once per trained token; mean and standard deviation are taken over these tokens. A sample is part of both, a longer
+    one more, so that the mean of advantages times scores is not the policy gradient. The angle between the two shrinks with the number of
+    samples (``benchmarks.estimator_bias``).
+
+    Nothing is computed per prompt, so that groups of one sample work. With KL in the reward every token gets the KL of the whole answer;
+    in the paper it gets the KL from that token on. Before normalisation both have the same mean; this one has more variance
+    (``kl.KlPenalty``).
 
     Args:
         groups: all groups of one mini-batch.
