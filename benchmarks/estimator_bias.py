@@ -1,10 +1,7 @@
 """Bias and variance of advantage estimators, for a policy that decides how many turns it takes.
 
-The policy is small enough that every episode can be enumerated, so that the mean of an estimator's gradient and its variance are exact. The
+Every episode of the policy (``turn_policy``) can be enumerated, so that the mean of an estimator's gradient and its variance are exact. The
 same is measured with sampled groups, through the columns that the trainer computes.
-
-An episode has at most three turns. In each the policy sees one of three states and stops, or takes one of two other actions, which lead to
-other states or back to the same one. Each turn earns a reward of its own.
 
 Every group of three samples is enumerated, and where a row says so every mini-batch of two such groups. An estimator with a baseline of
 earlier steps gets every series of four visits to the prompt, one sample and one step each: the first visit makes the baseline, the other
@@ -15,16 +12,15 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations_with_replacement, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.estimator_figures import draw, table
 from benchmarks.report import arguments, conditions, report
+from benchmarks.turn_policy import EPISODES, Episode, Floats, TurnPolicy, make_policy
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, with_advantages
 from skyrl_async.algorithms.credit import GroupRewards, SampleCredit
 from skyrl_async.algorithms.history import PromptRewards
@@ -33,12 +29,6 @@ from skyrl_async.columns import Advantages
 from skyrl_async.registries import Unit
 from skyrl_async.types import Group, Trajectory, TurnSpan
 
-Floats = NDArray[np.float64]
-MAX_TURNS, STOP, LONG = 3, 0, 2
-NEXT_STATE = ((0, 0, 1), (0, 1, 2), (0, 0, 2))
-"""By state and action; there is none after STOP."""
-REWARDS = ((0.9, 0.5, 0.2), (1.0, 0.3, 0.6), (0.7, 0.8, 0.1))
-"""What a turn earns, by state and action."""
 GROUP_SIZE = 3
 NUM_ESTIMATES = 20_000
 DECAY = 0.9
@@ -57,107 +47,10 @@ KEYS = {
 _OBSERVATION = 2
 """Tokens between turns."""
 
-
-class Episode(NamedTuple):
-    """States and actions by turn."""
-
-    states: tuple[int, ...]
-    actions: tuple[int, ...]
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(REWARDS[state][action] for state, action in zip(self.states, self.actions, strict=True))
-
-    @property
-    def num_tokens(self) -> tuple[int, ...]:
-        """The action LONG takes two tokens, the second of which is certain."""
-        return tuple(2 if action == LONG else 1 for action in self.actions)
-
-    @property
-    def credit(self) -> SampleCredit:
-        return SampleCredit(
-            rewards=self.rewards, num_tokens=self.num_tokens, observations=tuple(bytes([s]) for s in self.states)
-        )
-
-
-def episodes(states: tuple[int, ...] = (0,), actions: tuple[int, ...] = ()) -> Iterator[Episode]:
-    """Every episode that begins so."""
-    for action in range(3):
-        taken = (*actions, action)
-        if action == STOP or len(taken) == MAX_TURNS:
-            yield Episode(states, taken)
-        else:
-            yield from episodes((*states, NEXT_STATE[states[-1]][action]), taken)
-
-
-EPISODES = tuple(episodes())
-
-
-@dataclass(frozen=True)
-class TurnPolicy:
-    """A softmax policy over actions by state."""
-
-    logits: Floats
-    """(3, 3)."""
-
-    @cached_property
-    def chances(self) -> Floats:
-        """(3, 3): of each action, by state."""
-        exps = np.exp(self.logits - self.logits.max(1, keepdims=True))
-        return exps / exps.sum(1, keepdims=True)
-
-    def chance_of(self, episode: Episode) -> float:
-        return float(np.prod([self.chances[s, a] for s, a in zip(*episode, strict=True)]))
-
-    def scores(self, episode: Episode) -> Floats:
-        """(K, 9): the gradient of each turn's log-probability."""
-        found = np.zeros((len(episode.states), 3, 3))
-        for turn, (state, action) in enumerate(zip(*episode, strict=True)):
-            found[turn, state] = -self.chances[state]
-            found[turn, state, action] += 1
-        return found.reshape(-1, 9)
-
-    def gradient_of(self, value: Callable[[Episode], float]) -> Floats:
-        """(9,): of the mean of ``value``."""
-        total = np.zeros(9)
-        for episode in EPISODES:
-            total += self.chance_of(episode) * value(episode) * self.scores(episode).sum(0)
-        return total
-
-    def value(self, turn: int, state: int) -> float:
-        """What is earned in the mean from this turn on."""
-        return float(sum(self.chances[state, action] * self.action_value(turn, state, action) for action in range(3)))
-
-    def action_value(self, turn: int, state: int, action: int) -> float:
-        """The same once the action is known."""
-        is_last = action == STOP or turn == MAX_TURNS - 1
-        return REWARDS[state][action] + (0.0 if is_last else self.value(turn + 1, NEXT_STATE[state][action]))
-
-    def token_values(self, episode: Episode) -> Floats:
-        """(N,): the values of a perfect critic; after the first token of LONG the action is known."""
-        found: list[float] = []
-        for turn, (state, action) in enumerate(zip(*episode, strict=True)):
-            found.append(self.value(turn, state))
-            found += [self.action_value(turn, state, action)] * (action == LONG)
-        return np.array(found)
-
-    def moments(self, one: "Compared", group_size: int) -> tuple[Floats, float]:
-        """The mean, (9,), of an estimate, and its variance, summed over parameters; over everything that can be drawn."""
-        chances, scores = [self.chance_of(e) for e in EPISODES], [self.scores(e) for e in EPISODES]
-        mean, square = np.zeros(9), 0.0
-        for groups, num_orders in draws(group_size, one.num_groups, is_series=one.estimator.needs_baseline):
-            indices = [i for group in groups for i in group]
-            chance = num_orders * math.prod(chances[i] for i in indices)
-            turns = turn_advantages(one.estimator, [[EPISODES[i] for i in group] for group in groups], one.critic)
-            indices = indices[-len(turns) :]
-            estimate = sum(a @ scores[i] for a, i in zip(turns, indices, strict=True)) / len(turns)
-            mean += chance * estimate
-            square += chance * float(estimate @ estimate)
-        return mean, square - float(mean @ mean)
-
-
 Drawn = tuple[tuple[int, ...], ...]
 """Groups, each by the indices of its episodes."""
+Critic = Callable[[Episode], Floats]
+"""An episode's value before each token, (N,)."""
 
 
 def draws(group_size: int, num_groups: int, *, is_series: bool) -> Iterator[tuple[Drawn, int]]:
@@ -178,8 +71,17 @@ def num_orders(drawn: tuple[Any, ...]) -> int:
     return math.factorial(len(drawn)) // math.prod(math.factorial(drawn.count(one)) for one in set(drawn))
 
 
-Critic = Callable[[Episode], Floats]
-"""An episode's value before each token, (N,)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """An estimator as it is compared."""
+
+    name: str
+    """That in the table."""
+    estimator: AdvantageEstimator
+    critic: Critic | None = None
+    """Whose values it reads."""
+    num_groups: int = 1
+    """Of its mini-batch."""
 
 
 def turn_advantages(
@@ -279,7 +181,22 @@ def trajectory(episode: Episode, critic: Critic | None = None) -> Trajectory:
     )
 
 
-def sampled_estimates(policy: TurnPolicy, one: "Compared", num_estimates: int, seed: int) -> Floats:
+def moments(policy: TurnPolicy, one: Compared, group_size: int) -> tuple[Floats, float]:
+    """The mean, (9,), of an estimate, and its variance, summed over parameters; over everything that can be drawn."""
+    chances, scores = [policy.chance_of(e) for e in EPISODES], [policy.scores(e) for e in EPISODES]
+    mean, square = np.zeros(9), 0.0
+    for groups, num_orders in draws(group_size, one.num_groups, is_series=one.estimator.needs_baseline):
+        indices = [i for group in groups for i in group]
+        chance = num_orders * math.prod(chances[i] for i in indices)
+        turns = turn_advantages(one.estimator, [[EPISODES[i] for i in group] for group in groups], one.critic)
+        indices = indices[-len(turns) :]
+        estimate = sum(a @ scores[i] for a, i in zip(turns, indices, strict=True)) / len(turns)
+        mean += chance * estimate
+        square += chance * float(estimate @ estimate)
+    return mean, square - float(mean @ mean)
+
+
+def sampled_estimates(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -> Floats:
     """(num_estimates, 9): gradients of sampled groups, from the columns of their rows."""
     rng = np.random.default_rng(seed)
     chances = np.array([policy.chance_of(episode) for episode in EPISODES])
@@ -308,12 +225,12 @@ def columns_of_rows(estimator: AdvantageEstimator, rows: Sequence[Trajectory], g
     return [column for group in found for column in group.advantages]
 
 
-def measured(policy: TurnPolicy, one: "Compared", num_estimates: int, seed: int) -> dict[str, Any]:
+def measured(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -> dict[str, Any]:
     """The row of one estimator, with the ``KEYS``."""
     gradient = policy.gradient_of(lambda episode: sum(episode.rewards))
     towards_turns = policy.gradient_of(lambda episode: len(episode.states))
     length, unit = np.linalg.norm(gradient), towards_turns / np.linalg.norm(towards_turns)
-    mean, variance = policy.moments(one, GROUP_SIZE)
+    mean, variance = moments(policy, one, GROUP_SIZE)
     bias = float(np.linalg.norm(mean - gradient))
     direction = (mean - gradient) / bias if bias > 1e-9 * length else unit
     along = (sampled_estimates(policy, one, num_estimates, seed) - gradient) @ direction / length
@@ -334,19 +251,6 @@ UNBIASED = (
     *("rloo", "turn_rloo", "running_mean"),
     *("turn_gae, values of 1", "turn_gae", "turn_gae, lambd=0.5", "gae, lambd=0.5"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """An estimator as it is compared."""
-
-    name: str
-    """That in the table."""
-    estimator: AdvantageEstimator
-    critic: Critic | None = None
-    """Whose values it reads."""
-    num_groups: int = 1
-    """Of its mini-batch."""
 
 
 def compared(policy: TurnPolicy) -> dict[str, Compared]:
@@ -378,10 +282,6 @@ def compared(policy: TurnPolicy) -> dict[str, Compared]:
         Compared(name="gae, lambd=0.5", estimator=make("gae", half), critic=perfect),
     ]
     return {one.name: one for one in found}
-
-
-def make_policy(seed: int) -> TurnPolicy:
-    return TurnPolicy(np.random.default_rng(seed).normal(0.0, 0.7, (3, 3)))
 
 
 def main() -> int:

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.estimator_bias import (
-    EPISODES,
-    MAX_TURNS,
-    UNBIASED,
-    compared,
-    make_policy,
-    place_mean,
-    turn_advantages,
-)
+from benchmarks.estimator_bias import UNBIASED, compared, moments, place_mean, turn_advantages
+from benchmarks.turn_policy import EPISODES, MAX_TURNS, make_policy
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
 from skyrl_async.algorithms.credit import SampleCredit
 from skyrl_async.algorithms.estimators.gigpo import gigpo_advantages
@@ -46,12 +39,12 @@ def test_what_is_claimed_to_be_unbiased_is_where_the_policy_decides_how_many_tur
     name: str, size: int
 ) -> None:
     one = compared(POLICY)[name]
-    mean, _ = POLICY.moments(one, size - one.estimator.needs_baseline)  # one visit more makes the baseline
+    mean, _ = moments(POLICY, one, size - one.estimator.needs_baseline)  # one visit more makes the baseline
     np.testing.assert_allclose(mean, GRADIENT, atol=1e-9)
 
 
 def test_a_baseline_by_the_place_of_a_turn_pushes_against_further_turns_by_what_they_earn_in_the_mean() -> None:
-    mean, _ = POLICY.moments(compared(POLICY)["mt_grpo"], 2)
+    mean, _ = moments(POLICY, compared(POLICY)["mt_grpo"], 2)
     expected = GRADIENT.copy()
     for turn in range(1, MAX_TURNS):
         of_other = sum(POLICY.chance_of(other) * place_mean([other.rewards], turn) for other in EPISODES)
