@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from skyrl_async.composition.algorithms import Advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.parts import Parts, make_trainer, placement
 from skyrl_async.composition.time_sharing import leasing_policy, on_leased_devices
-from skyrl_async.config.schema.algorithm import AlgorithmConfig, LossReduction
+from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import GeneratorConfig, OnFailedSamples, SamplingConfig
@@ -106,7 +106,8 @@ class SimulationSettings:
     """Schedule ``one_step_off``; set ``max_staleness_steps=1`` and ``stream_mini_batch=False`` with it."""
     max_publish_retries: int = 0
     stream_mini_batch: bool = True
-    loss_reduction: str = "token_mean"
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """As ``trainer.algorithm``; advantages are the argument of ``Simulation``."""
     deterministic: bool = False
     pause_mode: PauseMode = PauseMode.ABORT
     checkpoint_interval_steps: int = 0
@@ -297,7 +298,6 @@ def _config(settings: SimulationSettings, max_checkpoints_to_keep: int) -> Confi
         staleness_policy=StalenessPolicy[settings.staleness_policy],
         policy_mini_batch_size=settings.mini_batch_size,
         num_epochs=settings.num_epochs or sys.maxsize,
-        algorithm=AlgorithmConfig(loss_reduction=LossReduction[settings.loss_reduction]),
         fully_async=from_section(FullyAsyncConfig, settings, max_staleness_steps=None),
         max_checkpoints_to_keep=max_checkpoints_to_keep,
     )

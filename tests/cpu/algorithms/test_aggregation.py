@@ -1,6 +1,7 @@
 """How the losses of tokens become one: against plain means, over any split into groups, ranks and micro-batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -16,9 +17,13 @@ from skyrl_async.algorithms.batching import Row, collate, plan_micro_batches
 from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.algorithm import LossReduction
 from skyrl_async.metrics.step import StepFigures
+from skyrl_async.rollout.generator import Generator, GroupRequest
+from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -174,14 +179,21 @@ def test_the_reported_loss_is_the_one_that_is_minimised() -> None:
     assert figures.values()["policy/entropy"] == 1.0
 
 
-def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_groups_add_up_to() -> None:
+def trained_with(
+    *overrides: str, generator_over: Callable[[Sampler], Generator] | None = None
+) -> tuple[list[Trajectory], list[float]]:
+    """The rows that the policy gets in 3 steps of 4 groups, and the denominator of each step, with these keys on the command line."""
     settings = SimulationSettings(
-        mean_tokens=60.0, num_steps=3, mini_batch_size=4, step_seconds=0.5, loss_reduction="sequence_mean"
+        mean_tokens=60.0,
+        num_steps=3,
+        mini_batch_size=4,
+        step_seconds=0.5,
+        algorithm=from_overrides(*overrides).trainer.algorithm,
     )
     denominators: list[float] = []
 
     async def main() -> Simulation:
-        simulation = Simulation(settings)
+        simulation = Simulation(settings, generator_over=generator_over)
         step = simulation.policy.step
 
         async def noted(denominator: float, *lr_scale: float) -> dict[str, float]:
@@ -192,10 +204,34 @@ def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_
         await simulation.trainer.run()
         return simulation
 
-    steps = run_in_virtual_time(main()).policy.steps[:3]
+    return flat(flat(run_in_virtual_time(main()).policy.steps[:3])), denominators
+
+
+def test_the_trainer_hands_the_policy_weighed_rows_and_divides_once_by_what_all_groups_add_up_to() -> None:
+    rows, denominators = trained_with("trainer.algorithm.loss_reduction=sequence_mean")
     assert denominators == [4 * 2.0] * 3
-    for trained in flat(flat(steps)):
-        assert trained.weight == 1 / trained.num_sampled_tokens
+    assert all(trained.weight == 1 / trained.num_sampled_tokens for trained in rows)
+
+
+class RewritesHistories:
+    """A generator whose samples of a group are a session of four branches, and one that has rewritten nothing."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._generator = ModelledGenerator(sampler)
+
+    async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+        first, second = await self._generator.generate(request)
+        branches = [replace(first, sample_index=0, weight=0.25)] * 4
+        return (*(replace(branch) for branch in branches), replace(second, sample_index=1))
+
+
+@pytest.mark.parametrize(("value", "weight"), [("false", 1.0), ("true", 0.25)])
+def test_the_key_decides_what_each_row_of_a_rewritten_history_weighs_in_the_loss(value: str, weight: float) -> None:
+    key = f"trainer.algorithm.split_sample_weight={value}"
+    rows, denominators = trained_with(key, generator_over=RewritesHistories)
+    assert len(rows) == 3 * 4 * 5
+    assert {row.sample_index: row.weight for row in rows} == {0: weight, 1: 1.0}
+    assert sum(denominators) == sum(row.weight * row.num_sampled_tokens for row in rows)
 
 
 @pytest.mark.parametrize("name", ["sequence_mean", "seq_mean_token_sum_norm"])
