@@ -148,7 +148,7 @@ class KlCovConfig:
 
 @dataclass
 class GigpoConfig:
-    step_advantage_w: float = bounded(1.0, ge=0)
+    step_advantage_w: float = bounded(1.0, ge=0, lt=math.inf)
     """Weight of the comparison of turns that were shown the same, beside that of whole samples."""
 
 
@@ -156,7 +156,7 @@ class GigpoConfig:
 class TurnCreditConfig:
     decay: float = bounded(0.9, ge=0, le=1)
     """Share of a turn's credit for a later reward that the turn before it gets."""
-    weight: float = bounded(1.0, ge=0)
+    weight: float = bounded(1.0, ge=0, lt=math.inf)
     """How much credit moves between the turns of a sample; 0: none, as rloo."""
 
 

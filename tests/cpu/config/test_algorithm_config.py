@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_async.algorithms.advantages import with_advantages
 from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import check_algorithm, loss_constants, make_advantages
 from skyrl_async.composition.logprobs import training_settings
@@ -13,7 +14,7 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.errors import ConfigError
 from skyrl_async.samples import Sample
-from skyrl_async.types import Trajectory
+from skyrl_async.types import Group, Trajectory, TurnSpan
 from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
@@ -85,6 +86,56 @@ def test_estimators_that_compare_the_samples_of_a_prompt_refuse_single_ones(name
 
 def test_estimators_of_groups_may_be_streamed() -> None:
     config_of(f"{ESTIMATOR}=rloo", "trainer.stream_mini_batch=true")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "of_first", "of_second"),
+    [
+        ("gigpo", "gigpo.step_advantage_w=1", (2**0.5, 0.5**0.5), (-(2**0.5), -(0.5**0.5))),
+        ("gigpo", "gigpo.step_advantage_w=3", (8**0.5, 0.5**0.5), (-(8**0.5), -(0.5**0.5))),
+        ("turn_credit", "turn_credit.decay=0.9", (1 + 0.9 / 1.9 - 0.5, 1 + 1 / 1.9 - 0.5), (-1.0, -1.0)),
+        ("turn_credit", "turn_credit.decay=0", (0.5, 1.5), (-1.0, -1.0)),
+        ("turn_credit", "turn_credit.weight=0", (1.0, 1.0), (-1.0, -1.0)),
+    ],
+)
+def test_a_key_of_an_estimator_of_turns_reaches_the_advantages_of_their_tokens(
+    name: str, key: str, of_first: tuple[float, float], of_second: tuple[float, float]
+) -> None:
+    algorithm = from_overrides(f"{ESTIMATOR}={name}", f"trainer.algorithm.{key}").trainer.algorithm
+    rows = [
+        Trajectory(
+            prompt_token_ids=(1,),
+            response_token_ids=(2, shown, 2),
+            loss_mask=(1, 0, 1),
+            logprobs=(-1.0, 0.0, -1.0),
+            versions=(0, -1, 0),
+            reward=reward,
+            turn_rewards=(0.0, reward),
+            turn_spans=(TurnSpan(index=0, start=0, end=1), TurnSpan(index=1, start=2, end=3)),
+        )
+        for shown, reward in ((3, 1.0), (4, 0.0))  # the first turns were shown the same
+    ]
+    group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=tuple(rows))
+    estimator = make_advantages(algorithm).of_stage
+    assert estimator is not None
+    (found,) = with_advantages([group], estimator)
+    columns = [column[[0, 2]].tolist() for column in found.advantages]
+    assert columns == [pytest.approx(of_first, abs=1e-5), pytest.approx(of_second, abs=1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("gigpo.step_advantage_w=-1", "gigpo.step_advantage_w must be in [0, inf), got -1.0"),
+        ("gigpo.step_advantage_w=inf", "gigpo.step_advantage_w must be in [0, inf), got inf"),
+        ("turn_credit.decay=1.5", "turn_credit.decay must be in [0, 1], got 1.5"),
+        ("turn_credit.weight=-0.5", "turn_credit.weight must be in [0, inf), got -0.5"),
+        ("turn_credit.weight=nan", "turn_credit.weight must be in [0, inf), got nan"),
+    ],
+)
+def test_a_wrong_setting_of_an_estimator_of_turns_is_refused_with_what_to_change(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"trainer.algorithm.{expected}")):
+        from_overrides(f"trainer.algorithm.{override}")
 
 
 def test_a_setting_of_another_estimator_is_said_to_do_nothing() -> None:
