@@ -118,7 +118,7 @@ def visit_advantages(estimator: AdvantageEstimator, visits: Sequence[Sequence[Ep
     return found[1:]
 
 
-def rewards_of(group: Sequence[Episode], baseline: float = 0.0) -> GroupRewards:
+def rewards_of(group: Sequence[Episode], baseline: float | None = None) -> GroupRewards:
     rewards, num_tokens = zip(*((sum(e.rewards), sum(e.num_tokens)) for e in group), strict=True)
     return GroupRewards(rewards=rewards, num_tokens=num_tokens, baseline=baseline)
 

@@ -69,6 +69,8 @@ class Registry(Generic[E]):
     """Name -> entry; the built-in ones at first."""
     arguments: Callable[[E], tuple[str, ...]]
     """What the function is called with, for messages; their number is checked."""
+    other_arguments: str = ""
+    """How a function of other arguments is named in place of it, for messages; empty: it is not."""
 
     def __post_init__(self) -> None:
         self._builtin = frozenset(self.entries)
@@ -109,7 +111,7 @@ class Registry(Generic[E]):
         except TypeError as error:
             raise ConfigError(
                 f"{self.key}={entry.path!r} must be a function of ({', '.join(arguments)}), got "
-                f"{getattr(function, '__name__', function)}{inspect.signature(function)}: {error}"
+                f"{getattr(function, '__name__', function)}{inspect.signature(function)}: {error}{self.other_arguments}"
             ) from error
         return function
 
@@ -168,6 +170,8 @@ ADVANTAGE_ESTIMATORS = Registry(
         "turn_gae": _estimator("gae", "turn_gae_advantages", unit=Unit.TURN, needs_groups=False, needs_values=True),
     },
     _estimator_arguments,
+    "; @register_advantage_estimator(<name>, ...) says what a function takes: unit='turn' or 'token': (samples, constants), "
+    "needs_mini_batch=True: groups in place of rewards or samples, needs_baseline=True: (rewards, baseline)",
 )
 
 

@@ -90,9 +90,12 @@ class AdvantageEstimator:
         """A group as the estimator sees it: its samples, whole and as they are trained, what each earned, and the prompt's baseline."""
         if self.unit is Unit.SAMPLE:
             num_tokens = tuple(trained.num_sampled_tokens for _, trained in samples)
-            return GroupRewards(rewards=tuple(rewards), num_tokens=num_tokens, baseline=baseline)
+            given = baseline if self.needs_baseline else None
+            return GroupRewards(rewards=tuple(rewards), num_tokens=num_tokens, baseline=given)
         found = tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
-        if self.needs_values and any(len(one.values) != sum(one.num_tokens) for one in found):
+        if not self.needs_values:
+            return tuple(replace(one, values=None) if one.values is not None else one for one in found)
+        if any(one.values is None for one in found):
             raise TrainingError(f"{_KEY} needs trajectories with values, which a critic computes; some have none")
         return found
 

@@ -29,8 +29,8 @@ class GroupRewards:
     """One finite reward per sample."""
     num_tokens: tuple[int, ...]
     """Trained tokens per sample, >= 0."""
-    baseline: float = 0.0
-    """Mean of what earlier samples of its prompt earned; 0 unless the estimator asks for it."""
+    baseline: float | None = None
+    """Mean of what earlier samples of its prompt earned; None unless the estimator asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class SampleCredit:
     log_ratios: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     """(N,) float32, nats: recomputed log-probs of the trained tokens less the behavior ones; exactly 0 for tokens that the recomputed
     policy has sampled itself, and where nothing was recomputed."""
-    values: Values = field(default_factory=lambda: NO_LOGPROBS)
-    """(N,) float32: a critic's values of what is before each trained token; (0,) without a critic."""
+    values: Values | None = None
+    """(N,) float32: a critic's values of what is before each trained token; None unless the estimator asks for them."""
 
     @property
     def reward(self) -> float:
@@ -119,6 +119,7 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
     rewards[-1] += reward - row.reward if row.turn_rewards else reward
     num_tokens, observations = [0] * len(rewards), [b""] * len(rewards)
     logprobs, log_ratios, values = [NO_LOGPROBS], [NO_LOGPROBS], [NO_LOGPROBS]
+    has_values = all(row.values is not None for row in trained.rows)
     end_of_row: dict[int, int] = {}
     for row, span in turns:
         mask = row.loss_mask[span.start : span.end]
@@ -141,7 +142,7 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
         observations=tuple(observations),
         logprobs=np.concatenate(logprobs),
         log_ratios=np.concatenate(log_ratios),
-        values=np.concatenate(values),
+        values=np.concatenate(values) if has_values else None,
     )
 
 
@@ -195,6 +196,7 @@ def returns_of(
         advantages: (K,) or (N,), what was earned less the value.
         largest_weight: of ``SampleCredit.weights``.
     """
+    assert sample.values is not None, "the estimator has asked for them"
     values, weights = sample.values.astype(np.float64), sample.weights(unit, largest_weight)
     if unit is Unit.TOKEN:
         return values + weights * advantages

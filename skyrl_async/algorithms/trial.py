@@ -3,8 +3,10 @@
 It raises ``ConfigError`` within a second for a mistake that would otherwise end a run after its first mini-batch, or train it wrongly.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +32,42 @@ _HOW_TO_ASK = {
     "marker=...)) of skyrl_async.registries, or start from clip_cov or kl_cov",
 }
 """Field of ``LossTokens`` that is None unless the loss's registry entry asks for it -> how to ask."""
+_DECLARATIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"needs_values": True}, "needs_values=True, without which samples have values=None"),
+    ({"needs_baseline": True}, "needs_baseline=True, without which groups have baseline=None"),
+    ({"needs_mini_batch": True}, "needs_mini_batch=True, without which it gets one group"),
+    ({"unit": Unit.TURN}, "unit='turn', without which it gives one advantage per sample or token"),
+    ({"unit": Unit.TOKEN}, "unit='token', without which it gives one advantage per sample or turn"),
+)
+"""What an estimator may have forgotten to say, and in words."""
 
 
 def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples: bool = False) -> None:
     """Raise ``ConfigError`` unless each sample, turn or token gets one finite advantage, also if rewards do not differ.
+
+    The error says what to declare where that alone is missing.
 
     Args:
         name: its name in the configuration.
         estimator: the estimator to try.
         has_lone_samples: a group may be left with one sample.
     """
+    try:
+        _try(name, estimator, has_lone_samples)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_forgotten(name, estimator, has_lone_samples)}") from error.__cause__
+
+
+def _forgotten(name: str, estimator: AdvantageEstimator, has_lone_samples: bool) -> str:
+    """What the estimator would pass with, in words; empty if there is no such declaration."""
+    for declared, words in _DECLARATIONS:
+        with contextlib.suppress(ConfigError):
+            _try(name, replace(estimator, **declared), has_lone_samples)
+            return f"; it passes if @register_advantage_estimator(<name>, ...) says {words}"
+    return ""
+
+
+def _try(name: str, estimator: AdvantageEstimator, has_lone_samples: bool) -> None:
     tried = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
     groups = [_seen(estimator, rewards) for rewards in tried]
     for batch in [groups, groups[2:3]] if estimator.needs_mini_batch else [[group] for group in groups]:
@@ -49,14 +77,15 @@ def try_estimator(name: str, estimator: AdvantageEstimator, *, has_lone_samples:
 def _seen(estimator: AdvantageEstimator, rewards: Sequence[float]) -> GroupCredit:
     """A group of these rewards; its samples have one turn, two turns, three turns, and two tokens per turn."""
     if estimator.unit is Unit.SAMPLE:
-        return GroupRewards(rewards=tuple(rewards), num_tokens=(2,) * len(rewards))
+        baseline = 0.25 if estimator.needs_baseline else None
+        return GroupRewards(rewards=tuple(rewards), num_tokens=(2,) * len(rewards), baseline=baseline)
     return tuple(
         SampleCredit(
             rewards=(0.0,) * index + (reward,),
             num_tokens=(2,) * (index + 1),
             observations=tuple(b"seen %d" % turn for turn in range(index + 1)),
             logprobs=np.full(2 * (index + 1), -1.0, np.float32),
-            values=np.full(2 * (index + 1) * estimator.needs_values, 0.5, np.float32),
+            values=np.full(2 * (index + 1), 0.5, np.float32) if estimator.needs_values else None,
             log_ratios=np.zeros(2 * (index + 1), np.float32),
         )
         for index, reward in enumerate(rewards)

@@ -11,6 +11,7 @@ from skyrl_async.algorithms.credit import GroupRewards, SampleCredit, WeightedAd
 from skyrl_async.algorithms.estimators.gae import gae_advantages
 from skyrl_async.algorithms.losses import LossTokens, TokenLoss, importance_ratio, register_policy_loss
 from skyrl_async.algorithms.settings import AdvantageConstants, LossConstants
+from skyrl_async.columns import Values
 
 
 @register_advantage_estimator("own_median", needs_groups=False)
@@ -40,6 +41,32 @@ def spread_advantages(rewards: Sequence[float]) -> list[float]:
 
 def baseline_of_others_advantages(rewards: Sequence[float]) -> list[float]:
     return [reward - (sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def valued_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
+    return [sample.reward - sample.values for sample in samples]  # type: ignore[operator]
+
+
+@register_advantage_estimator("own_unvalued", unit="token")
+def unvalued_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
+    """Nobody was told that it reads values."""
+    return valued_advantages(samples, constants)
+
+
+@register_advantage_estimator("own_turns_as_tokens", unit="turn")
+def token_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
+    return [sample.logprobs * sample.reward for sample in samples]
+
+
+@register_advantage_estimator("own_based", needs_mini_batch=True)
+def based_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """Nobody was told that it reads baselines."""
+    return [[reward - group.baseline for reward in group.rewards] for group in groups]  # type: ignore[operator]
+
+
+def alone_advantages(groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """Nobody was told that it reads all groups of a mini-batch."""
+    return [[reward for reward in group.rewards] for group in groups]
 
 
 def unregistered_advantages(rewards: Sequence[float]) -> list[float]:

@@ -57,6 +57,7 @@ def turn_gae_advantages(samples: Sequence[SampleCredit], constants: AdvantageCon
 
 def _advantages(sample: SampleCredit, unit: Unit, constants: AdvantageConstants) -> NDArray[np.float64]:
     """(N,) or (J,): of the tokens or turns that are trained."""
+    assert sample.values is not None, "the registration asks for them"
     values = sample.values.astype(np.float64)
     if unit is Unit.TURN:
         values = values[sample.first_tokens]

@@ -53,6 +53,27 @@ class TestEstimators:
         ):
             check_algorithm(algorithm)
 
+    @pytest.mark.parametrize(
+        ("function", "expected"),
+        [
+            ("unvalued_advantages", r"raises TypeError\(.*; it passes if .* says needs_values=True, without which"),
+            ("token_advantages", r"must return one finite advantage per turn .*; it passes if .* says unit='token'"),
+            ("based_advantages", r"raises TypeError\(.*; it passes if .* says needs_baseline=True"),
+            ("alone_advantages", r"raises AttributeError\(.*; it passes if .* says needs_mini_batch=True"),
+        ],
+    )
+    def test_one_that_reads_what_it_has_not_declared_is_refused_with_what_to_declare(
+        self, function: str, expected: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=f"{ESTIMATOR}={HERE}:{function} {expected}"):
+            check_algorithm(config_of(f"{ESTIMATOR}={HERE}:{function}").trainer.algorithm)
+
+    def test_one_of_samples_that_is_not_registered_is_told_how_its_arguments_are_asked_for(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"must be a function of \(rewards\), got .*; @register_.*unit='turn' or 'token'"
+        ):
+            config_of(f"{ESTIMATOR}={HERE}:valued_advantages")
+
     def test_one_that_divides_by_the_spread_of_equal_rewards_is_refused_before_they_come(self) -> None:
         algorithm = config_of(f"{ESTIMATOR}={HERE}:spread_advantages").trainer.algorithm
         with pytest.raises(ConfigError, match=r"raises ZeroDivisionError.* for groups of the rewards \[\(0.0, 0.0\)\]"):
@@ -143,7 +164,7 @@ class TestPolicyLosses:
         check_algorithm(config_of(f"{LOSS}={name}").trainer.algorithm)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS.entries))
+@pytest.mark.parametrize("name", filter(ADVANTAGE_ESTIMATORS.is_builtin, sorted(ADVANTAGE_ESTIMATORS.entries)))
 def test_every_known_estimator_passes_the_trial(name: str) -> None:
     check_algorithm(config_of(f"{ESTIMATOR}={name}").trainer.algorithm, has_lone_samples=True)
 
