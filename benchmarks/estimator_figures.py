@@ -28,7 +28,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for value, sign in ((row["bias"], ""), (row["turns_bias"], "+"))
         )
         lines.append(
-            f"| {described} | {bias} | {row['measured_bias']:.2f} ± {row['standard_error']:.2f} | {degrees(row):.0f} | {turns} | "
+            f"| {described} | {bias} | {row['measured_bias']:.3f} ± {row['standard_error']:.3f} | {degrees(row):.0f} | {turns} | "
             f"{row['variance']:.1f} | {'yes' if row['is_unbiased'] else 'no'} |"
         )
     return "\n".join(lines)

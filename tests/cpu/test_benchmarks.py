@@ -15,12 +15,15 @@ import torch
 from benchmarks.control_plane import WakesEveryone, WakesOne, measure
 from benchmarks.delta import share_unchanged
 from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
+from benchmarks.estimator_bias import compared
+from benchmarks.estimator_figures import table as estimator_table
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
 from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
+from benchmarks.turn_policy import make_policy
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 ROOT = Path(__file__).parents[2]
@@ -278,3 +281,14 @@ def test_a_tutorial_shows_the_tables_of_the_figures_that_are_kept(figures: str, 
     text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text()
     for name, table in tables(written).items():
         assert table in text, name
+
+
+def test_the_tutorial_about_algorithms_shows_the_exact_and_the_measured_bias_that_are_kept() -> None:
+    kept = json.loads((ROOT / "benchmarks/results/estimator_bias.json").read_text())
+    rows, page = kept["rows"], (ROOT / "docs/tutorials/06_algorithms.md").read_text()
+    assert estimator_table(rows) in page
+    assert {row["estimator"] for row in rows} == set(compared(make_policy(0)))
+    assert all(row.keys() == {"estimator", *kept["keys"]} for row in rows)
+    for row in rows:
+        assert abs(row["measured_bias"] - row["bias"]) < 4 * row["standard_error"], row["estimator"]
+        assert row["is_unbiased"] == (row["bias"] < 1e-9), row["estimator"]

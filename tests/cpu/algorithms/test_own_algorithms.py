@@ -164,7 +164,7 @@ class TestPolicyLosses:
         check_algorithm(config_of(f"{LOSS}={name}").trainer.algorithm)
 
 
-@pytest.mark.parametrize("name", filter(ADVANTAGE_ESTIMATORS.is_builtin, sorted(ADVANTAGE_ESTIMATORS.entries)))
+@pytest.mark.parametrize("name", list(filter(ADVANTAGE_ESTIMATORS.is_builtin, sorted(ADVANTAGE_ESTIMATORS.entries))))
 def test_every_known_estimator_passes_the_trial(name: str) -> None:
     check_algorithm(config_of(f"{ESTIMATOR}={name}").trainer.algorithm, has_lone_samples=True)
 
