@@ -17,6 +17,7 @@ Weights: TypeAlias = NDArray[np.float32]
 """Factors of the losses of tokens, >= 0."""
 Values: TypeAlias = NDArray[np.float32]
 """A critic's, or what they are trained towards; in units of the reward."""
+Rewards: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 _KINDS = {"i": "iu", "f": "fiu", "b": "biu"}
@@ -53,6 +54,13 @@ def token_ids(values: Sequence[int] | TokenIds) -> TokenIds:
 def repeated(value: float, num_tokens: int) -> NDArray[np.float32]:
     """(num_tokens,) float32 of one value, in the memory of one."""
     return np.broadcast_to(np.float32(value), (num_tokens,))
+
+
+def at_last(value: float, num_tokens: int) -> Rewards:
+    """(num_tokens,) float32: zeros, and ``value`` for the last token."""
+    found: Rewards = np.zeros(num_tokens, np.float32)
+    found[-1:] = value
+    return found
 
 
 def is_repeated(values: NDArray[Any]) -> bool:

@@ -19,6 +19,7 @@ from skyrl_async.columns import (
     Advantages,
     Logprobs,
     Mask,
+    Rewards,
     TokenIds,
     TopTokens,
     Values,
@@ -291,6 +292,9 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     """What each turn of the sample earned, in the order of turns; they sum to ``reward``, and are the same in all rows of the sample. Empty
     if only the whole reward is known: the last turn has earned it."""
+    token_rewards: Rewards | None = None
+    """(T,) float32: what each sampled token earned; over a turn that this row trains they sum to its reward. None: not known by token, and
+    the last token of a turn has earned what the turn did."""
     turn_spans: tuple[TurnSpan, ...] = ()
     """The turns that this row trains, in order. Empty: the row is one turn, the first."""
     num_turns: int = 1
@@ -341,6 +345,7 @@ class Trajectory:
             "loss_mask",
             "logprobs",
             "versions",
+            "token_rewards",
             "ref_logprobs",
             "old_logprobs",
             "teacher_logprobs",
@@ -357,6 +362,8 @@ class Trajectory:
                 )
         if self.turn_spans or self.turn_rewards:
             self._check_turns(num_tokens)
+        if self.token_rewards is not None:
+            self._check_token_rewards(self.token_rewards)
 
     def _check_turns(self, num_tokens: int) -> None:
         end = 0
@@ -375,6 +382,21 @@ class Trajectory:
             )
         if not math.isclose(math.fsum(self.turn_rewards), self.reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(f"trajectory.turn_rewards must sum to reward ({self.reward}), got {self.turn_rewards}")
+
+    def _check_token_rewards(self, of_tokens: Rewards) -> None:
+        if not np.isfinite(of_tokens).all():
+            place = int(np.flatnonzero(~np.isfinite(of_tokens))[0])
+            raise ValueError(f"trajectory.token_rewards must be finite, got {of_tokens[place]} for token {place}")
+        rewards = self.turn_rewards or (self.reward,)
+        for span in self.turn_spans or (TurnSpan(index=0, start=0, end=len(of_tokens)),):
+            if span.index >= len(rewards):
+                raise ValueError("trajectory.token_rewards needs turn_rewards in a sample of several turns")
+            of_turn = of_tokens[span.start : span.end].astype(np.float64)
+            rounding = 1e-6 * max(1.0, float(np.abs(of_turn).sum()))
+            if len(of_turn) and abs(of_turn.sum() - rewards[span.index]) > rounding:
+                raise ValueError(
+                    f"trajectory.token_rewards must sum to what turn {span.index} earned ({rewards[span.index]:g}), got {of_turn.sum():g}"
+                )
 
     __eq__ = have_equal_fields
 
@@ -414,6 +436,7 @@ _COLUMNS = {
     "old_logprobs": np.float32,
     "teacher_logprobs": np.float32,
     "values": np.float32,
+    "token_rewards": np.float32,
     "marks": np.bool_,
     "token_weights": np.float32,
 }

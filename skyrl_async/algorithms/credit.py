@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.columns import NO_LOGPROBS, Logprobs, Values, repeated
+from skyrl_async.columns import NO_LOGPROBS, Logprobs, Rewards, Values, at_last, repeated
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit
 from skyrl_async.samples import Sample
@@ -52,6 +52,8 @@ class SampleCredit:
     divergence from a reference."""
     num_tokens: tuple[int, ...]
     """(K,) trained tokens per turn, N in all; 0 for a turn that no row trains."""
+    token_rewards: Rewards | None = None
+    """(N,) float32: what each trained token earned of its turn's reward; the turn's last trained token has the rest. None: all of it."""
     observations: tuple[bytes, ...] = ()
     """(K,) the tokens between a turn and the trained turn before it in its row, or all tokens before it: equal where the policy was shown
     the same. Empty for a turn that no row trains."""
@@ -92,12 +94,18 @@ class SampleCredit:
     def action_rewards(self, unit: Unit) -> NDArray[np.float64]:
         """(N,) per trained token, or (J,) per trained turn: what was earned from it on until the next one.
 
-        A turn's reward is that of its last token. A turn that is not trained earns for the one before it; before the first, for nobody.
+        A turn's reward is that of its last token, but for what is known of the others (``token_rewards``). A turn that is not trained earns
+        for the one before it; before the first, for nobody.
         """
+        of_turns = np.array(self.rewards)
         num_before = np.cumsum(np.array(self.num_tokens) > 0) if unit is Unit.TURN else np.cumsum(self.num_tokens)
         found = np.zeros(num_before[-1])
         is_after = num_before > 0
-        np.add.at(found, num_before[is_after] - 1, np.array(self.rewards)[is_after])
+        if unit is Unit.TOKEN and self.token_rewards is not None:
+            turns: NDArray[np.int64] = np.repeat(np.arange(len(of_turns)), self.num_tokens)
+            found += self.token_rewards
+            of_turns -= np.bincount(turns, self.token_rewards, minlength=len(of_turns))
+        np.add.at(found, num_before[is_after] - 1, of_turns[is_after])
         return found
 
 
@@ -118,14 +126,21 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
     rewards += [0.0] * (max((1, *(span.index + 1 for _, span in turns))) - len(rewards))
     rewards[-1] += reward - row.reward if row.turn_rewards else reward
     num_tokens, observations = [0] * len(rewards), [b""] * len(rewards)
-    logprobs, log_ratios, values = [NO_LOGPROBS], [NO_LOGPROBS], [NO_LOGPROBS]
+    logprobs, log_ratios, values, token_rewards = [NO_LOGPROBS], [NO_LOGPROBS], [NO_LOGPROBS], [NO_LOGPROBS]
     has_values = all(row.values is not None for row in trained.rows)
+    is_known_by_token = any(row.token_rewards is not None for row in trained.rows)
     end_of_row: dict[int, int] = {}
     for row, span in turns:
         mask = row.loss_mask[span.start : span.end]
         num_tokens[span.index] = int(np.count_nonzero(mask))
         logprobs.append(row.logprobs[span.start : span.end][mask])
         log_ratios.append(_log_ratios(row, span)[mask])
+        by_token = (
+            at_last(rewards[span.index], len(mask))
+            if row.token_rewards is None
+            else row.token_rewards[span.start : span.end]
+        )
+        token_rewards.append(by_token[mask])
         if row.values is not None:
             values.append(row.values[span.start : span.end][mask])
         shown = row.response_token_ids[end_of_row.get(id(row), 0) : span.start].tobytes()
@@ -143,6 +158,7 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
         logprobs=np.concatenate(logprobs),
         log_ratios=np.concatenate(log_ratios),
         values=np.concatenate(values) if has_values else None,
+        token_rewards=np.concatenate(token_rewards) if is_known_by_token else None,
     )
 
 

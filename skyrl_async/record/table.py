@@ -34,6 +34,7 @@ ROW_COLUMNS: dict[str, np.dtype[Any]] = {
     "teacher_logprobs": np.dtype(np.float32),
     "values": np.dtype(np.float32),
     "token_weights": np.dtype(np.float32),
+    "token_rewards": np.dtype(np.float32),
 }
 """Columns with one value per token, null where they are not kept: name -> dtype. Names and meanings are those of ``Trajectory``."""
 TOKEN_COLUMNS = ROW_COLUMNS | {"advantages": np.dtype(np.float32)}

@@ -86,6 +86,7 @@ class StandIn:
                 "id": name,
                 "state": session.state,
                 "num_turns": len(session.replies),
+                "num_turn_tokens": [len(text) for text in session.replies],
                 "num_requests": session.num_requests,
                 "num_overflows": session.num_overflows,
                 "was_cut_short": bool(session.cap_reached),

@@ -48,7 +48,7 @@ _SHOWN = (
 )
 _ROW = (
     *("prompt_token_ids", "response_token_ids", "loss_mask", "logprobs", "reward", "weight", "num_turns", "num_aborts"),
-    *("is_truncated", "is_abandoned", "metrics", "turn_rewards"),
+    *("is_truncated", "is_abandoned", "metrics", "turn_rewards", "token_rewards"),
 )
 
 
@@ -83,7 +83,7 @@ def routes(serving: Serving) -> list[Route]:
         outcome = checked_body(request, SessionOutcome)
         session = store.get(request.path_params["id"])
         try:
-            outcome.turn_rewards(session.num_turns)
+            outcome.turn_rewards(session.tree.num_turn_tokens)
         except ValueError as error:
             raise ApiError(400, str(error), param="rewards", code="invalid_value") from None
         serving.end_session(session)
@@ -115,6 +115,7 @@ def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
     num_side_requests, num_side_tokens = session.side_figures if has_left_out else (0, 0)
     newest, messages = session.tree.newest
     return {name: getattr(session, name) for name in _SHOWN} | {
+        "num_turn_tokens": session.tree.num_turn_tokens,
         "num_side_requests": num_side_requests,
         "num_side_tokens": num_side_tokens,
         "messages": messages,

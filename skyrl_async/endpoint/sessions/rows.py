@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_async.chat.messages import row_messages
-from skyrl_async.columns import Logprobs, Mask, TokenIds, VersionSpans
+from skyrl_async.columns import Logprobs, Mask, Rewards, TokenIds, VersionSpans
 from skyrl_async.config.schema.server import BranchPolicyName
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Turn, TurnTree
@@ -57,7 +57,7 @@ def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> 
         branches.append(_Branch(path=path, masks=masks, own=tuple(turn for turn in path if turn not in seen)))
         seen.update(path)
     kept = [branch for branch in branches if outcome.is_abandoned or branch.is_trained] or branches[:1]
-    turn_rewards = outcome.turn_rewards(tree.num_turns)
+    turn_rewards = outcome.turn_rewards(tree.num_turn_tokens)
     return tuple(_row(branch, outcome, turn_rewards, weight=1 / len(kept)) for branch in kept)
 
 
@@ -88,6 +88,7 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
     loss_mask: list[Mask] = []
     logprobs: list[Logprobs] = []
     versions: list[VersionSpans] = []
+    rewards: list[Rewards] = []
     first, last = branch.path[0].addition, branch.path[-1].addition
     for turn, mask in zip(branch.path, branch.masks, strict=True):
         added = turn.addition
@@ -97,6 +98,7 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
             loss_mask.append(np.zeros(len(between), np.bool_))
             logprobs.append(np.zeros(len(between), np.float32))
             versions.append(VersionSpans.constant(ENVIRONMENT_VERSION, len(between)))
+            rewards.append(np.zeros(len(between), np.float32))
             num_before += len(between)
         if turn in own:
             spans.append(TurnSpan(index=turn.index, start=num_before, end=num_before + len(added.token_ids)))
@@ -105,6 +107,8 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
         loss_mask.append(mask)
         logprobs.append(np.where(mask, added.logprobs, np.float32(0.0)))
         versions.append(added.versions.masked(mask, ENVIRONMENT_VERSION))
+        num = len(added.token_ids)
+        rewards.append(outcome.token_rewards(turn.index, num) if turn in own else np.zeros(num, np.float32))
     return Trajectory(
         prompt_token_ids=first.prompt_token_ids,
         response_token_ids=np.concatenate(token_ids),
@@ -113,6 +117,7 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
         versions=VersionSpans.joined(versions),
         reward=outcome.reward,
         turn_rewards=turn_rewards,
+        token_rewards=np.concatenate(rewards) if outcome.is_by_token else None,
         turn_spans=tuple(spans),
         num_turns=len(branch.own),
         is_truncated=outcome.is_truncated or last.finish_reason is FinishReason.LENGTH,

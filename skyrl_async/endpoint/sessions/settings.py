@@ -4,11 +4,14 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from skyrl_async.columns import Rewards, at_last
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
 from skyrl_async.types import SamplingParams
 
@@ -68,7 +71,12 @@ class TurnReward(BaseModel):
 
     turn: int = Field(ge=0)
     """Which of the session's replies, in the order in which they were finished, from 0. Side requests count."""
-    value: FiniteFloat
+    value: FiniteFloat | tuple[FiniteFloat, ...]
+    """Of the whole turn, or of each of its sampled tokens."""
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.value) if isinstance(self.value, tuple) else self.value
 
 
 class SessionOutcome(BaseModel):
@@ -91,26 +99,52 @@ class SessionOutcome(BaseModel):
         """The reward that is left out."""
         if isinstance(given, dict) and "reward" not in given:
             try:
-                return given | {"reward": math.fsum(one["value"] for one in given["rewards"])}
+                return given | {"reward": math.fsum(np.sum(one["value"]) for one in given["rewards"])}
             except (KeyError, TypeError, ValueError):  # the fields' own checks name what is wrong
                 return given
         return given
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:
-        total = math.fsum(one.value for one in self.rewards)
+        total = math.fsum(one.total for one in self.rewards)
         if self.rewards and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(f"reward must be the sum of rewards ({total:g}), or be left out, got {self.reward:g}")
         return self
 
-    def turn_rewards(self, num_turns: int) -> tuple[float, ...]:
-        """(num_turns,) what each turn earned; empty without ``rewards``. Raises ``ValueError`` for a turn that does not exist."""
-        found = [0.0] * num_turns
+    def turn_rewards(self, num_tokens: Sequence[int]) -> tuple[float, ...]:
+        """What each turn earned; empty without ``rewards``.
+
+        Args:
+            num_tokens: sampled tokens of each turn.
+
+        Raises:
+            ValueError: a turn does not exist, or has another number of tokens than rewards.
+        """
+        found = [0.0] * len(num_tokens)
         for one in self.rewards:
-            if one.turn >= num_turns:
-                raise ValueError(f"rewards name turn {one.turn}, but the session has {num_turns} turns, counted from 0")
-            found[one.turn] += one.value
+            if one.turn >= len(num_tokens):
+                raise ValueError(
+                    f"rewards name turn {one.turn}, but the session has {len(num_tokens)} turns, counted from 0"
+                )
+            if isinstance(one.value, tuple) and len(one.value) != num_tokens[one.turn]:
+                raise ValueError(
+                    f"rewards have {len(one.value)} values for turn {one.turn}, but it has {num_tokens[one.turn]} sampled tokens"
+                )
+            found[one.turn] += one.total
         return tuple(found) if self.rewards else ()
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether single tokens are rewarded."""
+        return any(isinstance(one.value, tuple) for one in self.rewards)
+
+    def token_rewards(self, turn: int, num_tokens: int) -> Rewards:
+        """(num_tokens,) float32: what each sampled token of a turn earned; the last one has what is known of the turn only."""
+        found: Rewards = np.zeros(num_tokens, np.float32)
+        for one in self.rewards:
+            if one.turn == turn:
+                found += one.value if isinstance(one.value, tuple) else at_last(one.value, num_tokens)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

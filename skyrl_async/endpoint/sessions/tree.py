@@ -84,7 +84,8 @@ class TurnTree:
     def __init__(self) -> None:
         self._roots: dict[str, _Node] = {}
         self._turns: list[Turn] = []
-        self.num_turns = 0
+        self.num_turn_tokens: list[int] = []
+        """Sampled tokens of each turn, also after ``close``."""
         self.num_sampled_tokens = 0
         """Over all turns, also after ``close``."""
         self.is_closed = False
@@ -178,7 +179,7 @@ class TurnTree:
         for key in reply_keys:
             node.child(key).turns.append(turn)
         self._turns.append(turn)
-        self.num_turns += 1
+        self.num_turn_tokens.append(len(completion.token_ids))
         self.num_sampled_tokens += len(completion.token_ids)
         self._side_requests.add(
             None if turn.parent is None else turn.parent.index,
@@ -196,9 +197,13 @@ class TurnTree:
         return turn
 
     def close(self) -> None:
-        """Drop all turns and accept no more; ``num_turns`` and ``num_sampled_tokens`` remain."""
+        """Drop all turns and accept no more; the counts remain."""
         self.is_closed = True
         self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.num_turn_tokens)
 
     def _check_extends(self, parent: Turn | None, completion: Completion) -> int:
         """The number of the prompt's ids that are the parent's."""

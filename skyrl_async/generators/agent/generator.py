@@ -226,6 +226,7 @@ class AgentGenerator:
             try:
                 reward = await self._reward_of(request.prompt, episode, result)
             except Exception as error:  # not the agent's fault, nor the policy's
+                error.add_note(f"which rewards sample {index} of prompt {task.uid!r}")
                 self._first_samples.count(f"{task.uid}-{index}", in_one_line(error))
                 raise
         if failure and not request.is_evaluation:
@@ -265,7 +266,7 @@ class AgentGenerator:
         """The harness's own reward if it returned one, else the reward source's."""
         if result.reward is None:
             return await self.reward_source.reward_of(prompt, episode)
-        return earned(result.reward, "generator.entrypoint", episode.num_turns)
+        return earned(result.reward, "generator.entrypoint", episode)
 
     @functools.cached_property
     def _temporary(self) -> str:
@@ -331,6 +332,7 @@ def _episode(
         output=result.output,
         working_dir=working_dir,
         num_turns=status["num_turns"],
+        num_turn_tokens=tuple(status.get("num_turn_tokens", ())),
         is_truncated=bool(status["was_cut_short"]) or (failure is not None and is_cut),
         failure=failure.message if failure else None,
     )

@@ -6,6 +6,7 @@ Does not know harnesses, sessions or tokens.
 import asyncio
 import inspect
 import math
+import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from skyrl_async.columns import Rewards
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import (
     CallThreads,
@@ -20,6 +22,7 @@ from skyrl_async.generators.gym.environment import (
     EnvironmentCalls,
     EnvironmentFactory,
     finite_reward,
+    turn_reward,
 )
 from skyrl_async.types import Message, Prompt
 
@@ -38,6 +41,8 @@ class AgentEpisode:
     """The agent's directory; deleted after the reward is known, unless ``generator.working_dir`` keeps it."""
     num_turns: int
     """Turns sampled in all branches."""
+    num_turn_tokens: tuple[int, ...] = ()
+    """Sampled tokens of each turn, in the order of replies."""
     is_truncated: bool
     """Ended by a cap of the session, the model's context, or a cut answer that the harness could not use."""
     failure: str | None = None
@@ -54,8 +59,9 @@ class EpisodeReward:
     """The reward of an episode, with figures."""
 
     reward: float
-    turn_rewards: tuple[float, ...] = ()
-    """What the first turns of the session earned, in the order of its replies; empty if only the whole reward is known."""
+    turn_rewards: tuple[float | Rewards, ...] = ()
+    """What the first turns of the session earned, in the order of its replies, or (T,) each sampled token of a turn; empty if only the
+    whole reward is known."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -66,22 +72,34 @@ class RewardSource(Protocol):
         """Called before the session is finished."""
 
 
-Reward = float | Sequence[float]
-"""One for an episode, or one for each of its first turns, in the order of replies; later turns earn nothing."""
+Reward = float | Sequence[float | Sequence[float]]
+"""One for an episode, or one for each of its first turns, in the order of replies; later turns earn nothing. A turn's may be a list, with a
+number per sampled token."""
 RewardFunction = Callable[[Prompt, AgentEpisode], Reward | Awaitable[Reward]]
 """A user's reward: async, or a plain function that is called in a thread and may block."""
 
 
-def earned(found: Any, source: str, num_turns: int) -> EpisodeReward:
-    """A reward, or rewards of turns, as given. ``GenerationError`` names its source if that is no finite number or there are more turns."""
+def earned(found: Any, source: str, episode: AgentEpisode) -> EpisodeReward:
+    """A reward, or rewards of turns and tokens, as given.
+
+    ``GenerationError`` names its source if that is no finite number, or if the episode has fewer turns, or a turn other tokens.
+    """
     if not isinstance(found, list | tuple):
         return EpisodeReward(reward=finite_reward(found, source))
-    if len(found) > num_turns:
+    if len(found) > episode.num_turns:
         raise GenerationError(
-            f"{source} must return at most one reward per turn ({num_turns}), got {len(found)}: {found!r}"
+            f"{source} must return at most one reward per turn ({episode.num_turns}), got {len(found)}: {reprlib.repr(found)}"
         )
-    values = tuple(finite_reward(value, source) for value in found)
-    return EpisodeReward(reward=math.fsum(values), turn_rewards=values)
+    values = [turn_reward(value, f"{source}[{turn}]") for turn, value in enumerate(found)]
+    for turn, ((_, by_token), num) in enumerate(zip(values, episode.num_turn_tokens, strict=False)):
+        if by_token is not None and len(by_token) != num:
+            raise GenerationError(
+                f"{source}[{turn}] must have one number per sampled token ({num}), got {len(by_token)}"
+            )
+    return EpisodeReward(
+        reward=math.fsum(reward for reward, _ in values),
+        turn_rewards=tuple(reward if by_token is None else by_token for reward, by_token in values),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +118,7 @@ class FunctionReward:
             raise GenerationError(
                 f"generator.reward raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}) for prompt {prompt.uid!r}"
             ) from error
-        return earned(found, "generator.reward", episode.num_turns)
+        return earned(found, "generator.reward", episode)
 
     async def _call(self, prompt: Prompt, episode: AgentEpisode) -> Any:
         if inspect.iscoroutinefunction(self.function):
@@ -134,15 +152,17 @@ class EnvironmentReward:
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             texts, num_replies = _texts_for(environment, prompt, episode)
-            turn_rewards = [0.0] * num_replies
+            turn_rewards: list[float | Rewards] = [0.0] * num_replies
+            reward = 0.0
             for turn, text in texts[:limit]:
                 outcome = await calls.step(text)
-                turn_rewards[turn] = outcome.reward
+                turn_rewards[turn] = outcome.reward if outcome.token_rewards is None else outcome.token_rewards
+                reward += outcome.reward
                 if outcome.is_done:
                     break
             is_whole = num_replies == episode.num_turns
             return EpisodeReward(
-                reward=math.fsum(turn_rewards),
+                reward=reward,
                 turn_rewards=tuple(turn_rewards) if is_whole else (),
                 metrics=await calls.metrics(),
             )

@@ -15,8 +15,9 @@ from json import JSONDecodeError
 from typing import Any, Self, TypeVar
 
 import httpx
+import numpy as np
 
-from skyrl_async.columns import VersionSpans
+from skyrl_async.columns import Rewards, VersionSpans
 from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.runtime.outages import Outages, Resending
@@ -162,7 +163,7 @@ class AgentSession:
         self,
         reward: float,
         *,
-        turn_rewards: Sequence[float] = (),
+        turn_rewards: Sequence[float | Rewards] = (),
         metrics: Mapping[str, float] | None = None,
         is_truncated: bool = False,
     ) -> tuple[Trajectory, ...]:
@@ -170,13 +171,14 @@ class AgentSession:
 
         Args:
             reward: finite; ``ValueError`` otherwise.
-            turn_rewards: what the first turns earned, in the order of replies; they sum to ``reward``. Empty: only the whole is known.
+            turn_rewards: what the first turns earned, in the order of replies, each a number or (T,) of its sampled tokens; they sum to
+                ``reward``. Empty: only the whole is known.
             metrics: figures of the episode; values that are not finite are left out, since JSON cannot hold them.
             is_truncated: a budget ended it, not the policy.
         """
         if not math.isfinite(reward):
             raise ValueError(f"reward must be a finite number, got {reward}")
-        rewards = [{"turn": turn, "value": value} for turn, value in enumerate(turn_rewards)]
+        rewards = [{"turn": turn, "value": np.asarray(value).tolist()} for turn, value in enumerate(turn_rewards)]
         return await self._finish(reward, metrics, is_truncated=is_truncated, rewards=rewards)
 
     async def abandon(self, *, metrics: Mapping[str, float] | None = None) -> tuple[Trajectory, ...]:

@@ -4,15 +4,21 @@ Flows in: an environment and its inputs. Flows out: its answers, checked. Does n
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from skyrl_async.chat.messages import arguments_text
+from skyrl_async.columns import Rewards, TokenIds
 from skyrl_async.errors import GenerationError
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
@@ -35,6 +41,9 @@ class Environment(Protocol):
 
     def step(self, action: str) -> Mapping[str, Any]:
         """``observations`` (messages), ``reward``, ``done``, and maybe ``postprocessed_action`` and ``metadata``.
+
+        A reward is a number, or a list with one for each sampled token of the action (as it is kept, if it is postprocessed). A ``step``
+        with a parameter ``token_ids`` is passed these tokens, (T,) int32; None where they are unknown, as with agents.
 
         Metadata with ``tool_name`` and ``tool_input`` say which tool the action called; the record of samples has it.
         """
@@ -68,6 +77,19 @@ def finite_reward(found: Any, source: str) -> float:
     return reward
 
 
+def turn_reward(found: Any, source: str) -> tuple[float, Rewards | None]:
+    """What a turn earned, with what each of its tokens did if ``found`` is a list. ``GenerationError`` as ``finite_reward``."""
+    if not isinstance(found, list | tuple | np.ndarray) or np.ndim(found) == 0:
+        return finite_reward(found, source), None
+    try:
+        values = np.asarray(found, np.float64)
+    except (TypeError, ValueError):
+        values = np.full(1, math.nan)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise GenerationError(f"{source} must return finite numbers as rewards of tokens, got {reprlib.repr(found)}")
+    return math.fsum(values), values.astype(np.float32)
+
+
 EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
 """Makes a fresh environment of a name and of a prompt's extras."""
 
@@ -78,6 +100,8 @@ class StepOutcome:
 
     observations: list[Message]
     reward: float
+    token_rewards: Rewards | None = None
+    """(T,) float32: what each kept token of the action earned; None: only the whole is known."""
     is_done: bool
     postprocessed_action: str | None
     """The action as the conversation should keep it, if the environment changes it."""
@@ -113,6 +137,7 @@ class EnvironmentCalls:
     def __init__(self, environment: Environment, threads: CallThreads) -> None:
         self._environment = environment
         self._threads = threads
+        self._takes_tokens = "token_ids" in inspect.signature(environment.step).parameters
         self._is_fast = bool(getattr(environment, "is_fast", False))
         self._in_flight: Future[Any] | None = None
 
@@ -129,14 +154,19 @@ class EnvironmentCalls:
             raise GenerationError(f"{type(self._environment).__name__} has no restore any more")
         await self._call(self._environment.restore, json.loads(snapshot))
 
-    async def step(self, action: str) -> StepOutcome:
-        """Pass an action on; ``GenerationError`` if the answer lacks a field of the protocol."""
+    async def step(self, action: str, token_ids: TokenIds | None = None) -> StepOutcome:
+        """Pass an action on, with its tokens, (T,), if known; ``GenerationError`` if the answer lacks a field of the protocol."""
         report("in environment step")
-        output, snapshot = await self._call(self._with_snapshot, self._environment.step, action)
+        step: Callable[..., Any] = self._environment.step
+        if self._takes_tokens:
+            step = partial(step, token_ids=token_ids)
+        output, snapshot = await self._call(self._with_snapshot, step, action)
         try:
+            reward, token_rewards = turn_reward(output["reward"], f"{type(self._environment).__name__}.step")
             return StepOutcome(
                 observations=list(output["observations"]),
-                reward=finite_reward(output["reward"], f"{type(self._environment).__name__}.step"),
+                reward=reward,
+                token_rewards=token_rewards,
                 is_done=bool(output["done"]),
                 postprocessed_action=output.get("postprocessed_action"),
                 tool_call=_tool_call(output.get("metadata")),

@@ -16,8 +16,10 @@ from skyrl_async.columns import (
     NO_TOKENS,
     Logprobs,
     Mask,
+    Rewards,
     TokenIds,
     VersionSpans,
+    at_last,
     begins_with,
     fields_of,
     token_ids,
@@ -94,6 +96,8 @@ class _Addition:
     """(T,) of the sampled tokens."""
     reward: float
     """What the environment gave for it."""
+    token_rewards: Rewards | None = None
+    """(T,) float32: the same by sampled token; None: only the whole is known."""
 
 
 @dataclass(slots=True)
@@ -121,11 +125,12 @@ class TrajectoryBuilder:
         call: ToolCall | None = None,
         observations: Sequence[Message] = (),
         reward: float = 0.0,
+        token_rewards: Rewards | None = None,
     ) -> None:
         """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``).
 
         ``call`` is the one that the environment found in it, and answered with ``observations``, which the next turn's prompt holds, and
-        with ``reward``.
+        with ``reward``, of each kept token with ``token_rewards`` if it says so.
         """
         prompt, sampled = completion.prompt_token_ids, completion.token_ids[:num_kept]
         if not len(completion.token_ids):
@@ -137,11 +142,17 @@ class TrajectoryBuilder:
                 f"the prompt of turn {len(self.turns) + 1} must begin with the {len(self.token_ids)} tokens before it, "
                 "but does not"
             )
+        if token_rewards is not None and len(token_rewards) != len(sampled):
+            raise GenerationError(
+                f"the environment's rewards of turn {len(self.turns) + 1} must be one per sampled token that is kept ({len(sampled)}), "
+                f"got {len(token_rewards)}"
+            )
         added = _Addition(
             num_before=len(prompt) - len(self.token_ids),
             logprobs=completion.logprobs[:num_kept],
             versions=completion.versions[:num_kept],
             reward=reward,
+            token_rewards=token_rewards,
         )
         self.turns.append(added)
         self.token_ids = token_ids(np.concatenate([prompt, sampled]))
@@ -170,10 +181,13 @@ class TrajectoryBuilder:
         masks: list[Mask] = [np.zeros(0, np.bool_)]
         logprobs: list[Logprobs] = [NO_LOGPROBS]
         versions: list[VersionSpans] = []
+        rewards: list[Rewards] = [NO_LOGPROBS]
         for turn in self.turns:
             masks += np.zeros(turn.num_before, np.bool_), np.ones(len(turn.versions), np.bool_)
             logprobs += np.zeros(turn.num_before, np.float32), turn.logprobs
             versions += VersionSpans.constant(ENVIRONMENT_VERSION, turn.num_before), turn.versions
+            by_token = at_last(turn.reward, len(turn.versions)) if turn.token_rewards is None else turn.token_rewards
+            rewards += np.zeros(turn.num_before, np.float32), by_token
             # What is before the first turn is the prompt.
             start = spans[-1].end + turn.num_before if spans else 0
             spans.append(TurnSpan(index=len(spans), start=start, end=start + len(turn.versions)))
@@ -187,6 +201,7 @@ class TrajectoryBuilder:
             num_aborts=self.num_aborts,
             reward=sum((turn.reward for turn in self.turns), 0.0),
             turn_rewards=tuple(turn.reward for turn in self.turns),
+            token_rewards=np.concatenate(rewards) if any(t.token_rewards is not None for t in self.turns) else None,
             turn_spans=tuple(spans),
             is_truncated=is_truncated,
             metrics=metrics,
@@ -219,7 +234,8 @@ class EpisodeState:
 
     def add_turn(self, turn: Turn, num_kept: int | None, action: str, outcome: StepOutcome) -> None:
         """Add a turn that the environment has answered; ``action`` is its text as kept, ``num_kept`` its tokens (None: all)."""
-        self.builder.add_turn(turn.completion, num_kept, outcome.tool_call, outcome.observations, outcome.reward)
+        answer = outcome.tool_call, outcome.observations, outcome.reward, outcome.token_rewards
+        self.builder.add_turn(turn.completion, num_kept, *answer)
         self._add_messages([{"role": "assistant", "content": action}, *outcome.observations])
         self.num_steps += 1
         self.environment = outcome.snapshot

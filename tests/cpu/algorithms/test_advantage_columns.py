@@ -141,6 +141,13 @@ def test_a_trained_token_that_is_in_no_turn_is_refused() -> None:
             {"turn_spans": (TurnSpan(index=0, start=1, end=3), TurnSpan(index=1, start=2, end=3))},
             r"must follow each other",
         ),
+        ({"token_rewards": (0.5, 0.0)}, r"token_rewards has 2 entries for 3 response tokens"),
+        ({"token_rewards": (0.5, 0.0, np.inf)}, r"token_rewards must be finite, got inf for token 2"),
+        ({"token_rewards": (0.0, 0.0, 0.0)}, r"token_rewards needs turn_rewards in a sample of several turns"),
+        (
+            {"token_rewards": (0.5, 0.0, 0.5), "turn_rewards": (0.5, -0.5)},
+            r"token_rewards must sum to what turn 1 earned \(-0.5\), got 0.5",
+        ),
     ],
 )
 def test_turns_that_do_not_fit_their_row_are_refused_by_name(fields: dict[str, object], said: str) -> None:

@@ -60,6 +60,37 @@ def test_a_token_that_is_not_trained_is_no_step_and_what_it_earned_goes_to_the_o
     assert returns(before, CONSTANTS) == [2.0]
 
 
+def test_what_single_tokens_earned_counts_from_them_on_across_turns() -> None:
+    row = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2, 3, 4, 9, 5, 6),
+        loss_mask=(1, 1, 1, 0, 1, 1),
+        logprobs=(-1.0, -1.0, -1.0, 0.0, -1.0, -1.0),
+        versions=(0, 0, 0, -1, 0, 0),
+        reward=1.75,
+        turn_rewards=(0.75, 1.0),
+        turn_spans=(TurnSpan(index=0, start=0, end=3), TurnSpan(index=1, start=4, end=6)),
+        token_rewards=(0.5, 0.0, 0.25, 0.0, 0.0, 1.0),
+        values=(0.2, 0.4, 0.6, 0.0, 0.8, 0.1),
+    )
+
+    def advantages(one: Trajectory, **constants: float) -> list[float]:
+        group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(one,))
+        estimator = make_advantage_estimator("gae", AdvantageConstants(**constants))
+        (found,) = with_advantages([group], estimator)
+        return found.advantages[0].tolist()
+
+    # By hand, from the last token: d_t + 0.25 A_(t+1) with d = (0.5, -0.1, 0.05, -0.75, 0.9).
+    expected = [0.469921875, -0.1203125, -0.08125, 0.0, -0.525, 0.9]
+    assert advantages(row, gamma=0.5, lambd=0.5) == pytest.approx(expected, abs=1e-6)
+    whole = replace(row, values=(0.0,) * 6)
+    assert advantages(whole) == [1.75, 1.25, 1.25, 0.0, 1.0, 1.0]
+    masked = replace(whole, loss_mask=(1, 1, 0, 0, 1, 0))
+    assert advantages(masked) == [1.75, 1.25, 0.0, 0.0, 1.0, 0.0], "what a masked token earned is the one's before it"
+    shaped = replace(whole, shaped_reward=1.5)
+    assert advantages(shaped) == [1.5, 1.0, 1.0, 0.0, 0.75, 0.75], "what is taken from the whole, the last token loses"
+
+
 floats = st.floats(-3, 3, width=16)
 steps = st.lists(st.tuples(floats, floats, st.floats(-1, 1, width=16)), max_size=40)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -126,18 +127,39 @@ async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSamp
             {"rewards": [{"turn": 0, "value": "much"}]},
             {"rewards": 1.0},
             {"metrics": {"a": 1.0}},
+            {"rewards": [{"turn": 1, "value": [1.0]}]},
+            {"rewards": [{"turn": 1, "value": [1.0, "much"]}]},
         ]
         refused = [(await session.controller.post(url, json=body)) for body in wrong]
         finished = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
         again = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
-    assert [answer.status_code for answer in refused] == [400] * 6
+    assert [answer.status_code for answer in refused] == [400] * 8
     said = [answer.json()["error"]["message"] for answer in refused]
     assert "rewards name turn 3, but the session has 3 turns, counted from 0" in said[0]
     assert "reward must be the sum of rewards (-0.25), or be left out, got 1" in said[1]
     assert "reward" in said[5]
+    assert "rewards have 1 values for turn 1, but it has 2 sampled tokens" in said[6]
     assert [(row["reward"], row["turn_rewards"]) for row in finished] == [(-0.25, [-1.0, 0.0, 0.75])] * 3
     assert [[span["index"] for span in row["turn_spans"]] for row in finished] == [[0], [1], [2]]
     assert again == finished
+
+
+async def test_single_tokens_are_rewarded_beside_whole_turns(sampler: HeldSampler) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        history = [user("a")]
+        for text in ("b", "c"):
+            reply = await session.post(history)
+            history += [reply.json()["choices"][0]["message"], user(text)]
+        assert (await session.status())["num_turn_tokens"] == [2, 2]
+        rewards = [{"turn": 0, "value": [0.25, -0.5]}, {"turn": 1, "value": 1.0}]
+        url = f"/sessions/{session.id}/finish"
+        (row,) = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
+    assert (row["reward"], row["turn_rewards"]) == (0.75, [-0.25, 1.0])
+    (first, second), by_token = row["turn_spans"], row["token_rewards"]
+    assert by_token[first["start"] : first["end"]] == [0.25, -0.5]
+    assert by_token[second["start"] : second["end"]] == [0.0, 1.0]
+    assert math.fsum(by_token) == row["reward"]
 
 
 async def test_after_the_end_a_session_refuses_with_401_and_says_why(sampler: HeldSampler) -> None:

@@ -463,13 +463,31 @@ async def test_a_reward_may_be_one_for_each_of_the_first_turns(is_own: bool) -> 
     assert session.finish["rewards"] == [{"turn": 0, "value": 0.5}, {"turn": 1, "value": -0.25}]
 
 
+async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
+    def reward(_: Prompt, episode: AgentEpisode) -> list[Any]:
+        first, second = episode.num_turn_tokens
+        return [[0.25] * first, 1.0 if second else 0.0]
+
+    async def run(task: AgentTask) -> None:
+        await ask(task, "go on")
+
+    async with stand_in(echo) as endpoint, agents(endpoint, run, reward) as generator:
+        await generator.generate(request(1))
+        (session,) = endpoint.sessions.values()
+    num = len(session.replies[0])
+    assert session.finish["rewards"] == [{"turn": 0, "value": [0.25] * num}, {"turn": 1, "value": 1.0}]
+    assert session.finish["reward"] == 0.25 * num + 1.0
+
+
 @pytest.mark.parametrize(
     ("reward", "complaint"),
     [
         (math.nan, "generator.reward must return a finite number as reward, got nan"),
         ("x", "as reward, got 'x'"),
         ([0.5, 0.5], r"generator.reward must return at most one reward per turn \(1\), got 2: \[0.5, 0.5\]"),
-        ([math.inf], "generator.reward must return a finite number as reward, got inf"),
+        ([math.inf], r"generator.reward\[0\] must return a finite number as reward, got inf"),
+        ([[math.inf]], r"generator.reward\[0\] must return finite numbers as rewards of tokens, got \[inf\]"),
+        ([[0.5]], r"generator.reward\[0\] must have one number per sampled token \(\d+\), got 1"),
     ],
 )
 async def test_a_reward_that_is_no_number_fails_the_group(reward: Any, complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_async.columns import token_ids
@@ -23,12 +24,23 @@ def completion(prompt: Any, num_tokens: int, *, version: int = 3) -> Completion:
     )
 
 
-def answered(state: EpisodeState, between: list[int], observation: dict[str, Any], num_kept: int | None = None) -> None:
+def answered(
+    state: EpisodeState,
+    between: list[int],
+    observation: dict[str, Any],
+    num_kept: int | None = None,
+    token_rewards: Any = None,
+) -> None:
     """A turn of three tokens after those ``between``, and its answer."""
     sampled = completion([*state.builder.token_ids, *between], 3)
     turn = Turn(completion=sampled, stop_string="", text_ends=token_ids([1, 2, 3]))
     outcome = StepOutcome(
-        observations=[observation], reward=0.5, is_done=False, postprocessed_action=None, snapshot="{}"
+        observations=[observation],
+        reward=0.5,
+        token_rewards=token_rewards,
+        is_done=False,
+        postprocessed_action=None,
+        snapshot="{}",
     )
     state.add_turn(turn, num_kept, "abc", outcome)
 
@@ -39,7 +51,7 @@ def state() -> EpisodeState:
     state = EpisodeState()
     state.open([{"role": "user", "content": "hello"}], "{}")
     answered(state, [1, 2], {"role": "user", "content": "again"})
-    answered(state, [7], {"role": "user", "content": "again"}, num_kept=2)
+    answered(state, [7], {"role": "user", "content": "again"}, 2, np.array([0.75, -0.25], np.float32))
     return state
 
 
@@ -56,6 +68,7 @@ def test_a_row_has_the_environments_tokens_between_those_of_the_policy(state: Ep
         versions=[3, 3, 3, ENVIRONMENT_VERSION, 3, 3],
         reward=1.0,
         turn_rewards=(0.5, 0.5),
+        token_rewards=(0.0, 0.0, 0.5, 0.0, 0.75, -0.25),
         turn_spans=(TurnSpan(index=0, start=0, end=3), TurnSpan(index=1, start=4, end=6)),
         num_turns=2,
         num_aborts=2,

@@ -392,6 +392,44 @@ async def test_an_environment_that_breaks_its_protocol_is_named(play: Play) -> N
         await play_one(play, ScriptedSampler(["a"]), Silent())
 
 
+class Judge(Quiz):
+    """Rewards each token of the first turn, and later turns as a whole."""
+
+    def __init__(self, *rewards: float) -> None:
+        super().__init__()
+        self.rewards = list(rewards)
+
+    def step(self, action: str, token_ids: Any) -> dict[str, Any]:
+        assert TOKENIZER.decode(token_ids, skip_special_tokens=True) == action
+        return super().step(action) | {"reward": self.rewards if len(self.actions) == 1 else 0.5}
+
+
+async def test_an_environment_may_reward_each_token_that_it_is_shown(play: Play) -> None:
+    row = await play_one(play, ScriptedSampler(["abc", "d"]), Judge(0.0, 0.25, -0.5, 0.75))
+    assert row.token_rewards is not None and row.token_rewards.dtype == np.float32
+    assert row.token_rewards[row.loss_mask].tolist() == [0.0, 0.25, -0.5, 0.75, 0.0, 0.5]
+    assert not row.token_rewards[~row.loss_mask].any()
+    assert (row.reward, row.turn_rewards) == (1.0, (0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "complaint"),
+    [
+        ((1.0,), r"rewards of turn 1 must be one per sampled token that is kept \(4\), got 1"),
+        (
+            (0.0, 1.0, np.nan, 0.0),
+            r"Judge.step must return finite numbers as rewards of tokens, got \[0.0, 1.0, nan, 0.0\]",
+        ),
+    ],
+)
+async def test_rewards_that_are_not_one_number_per_token_are_refused_with_their_sample(
+    play: Play, rewards: tuple[float, ...], complaint: str
+) -> None:
+    with pytest.raises(GenerationError, match=complaint) as caught:
+        await play_one(play, ScriptedSampler(["abc", "d"]), Judge(*rewards))
+    assert caught.value.__notes__ == ["in environment 'quiz', prompt 'p', sample 0"]
+
+
 async def test_a_failing_sampler_is_not_swallowed(play: Play) -> None:
     class Deserted(ScriptedSampler):
         async def generate_tokens(self, *args: Any, **kwargs: Any) -> Completion:

@@ -75,6 +75,7 @@ def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew
         shaped_reward=0.5,
         values=(0.5, 0.0, 1.0),
         token_weights=(0.25, 0.0, 2.0),
+        token_rewards=(0.25, 0.0, 0.75),
     )
     group = replace(ended("a", 3).group, trajectories=(known,), advantages=(repeated(0.75, 3),))
     (found,) = written(tmp_path, EndedGroup(group=group, outcome=Outcome.TRAINED, step=3))
@@ -84,6 +85,7 @@ def test_a_row_says_which_version_sampled_which_token_and_all_that_training_knew
     assert found["loss_mask"] == [True, False, True] and found["logprobs"] == [-0.5, 0.0, -0.5]
     assert found["ref_logprobs"] == [-1.0, 0.0, -2.0] and found["old_logprobs"] == [-0.5, 0.0, -0.25]
     assert found["values"] == [0.5, 0.0, 1.0] and found["token_weights"] == [0.25, 0.0, 2.0]
+    assert found["token_rewards"] == [0.25, 0.0, 0.75]
     assert [span["version"] for span in found["policy_versions"]] == [1, ENVIRONMENT_VERSION, 1]
     assert found["advantages"] is None
     assert (found["outcome"], found["reason"], found["row"], found["branch"]) == ("trained", None, 0, 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skyrl_async.columns import Logprobs
+from skyrl_async.columns import Logprobs, at_last
 from skyrl_async.errors import TrainingError
 from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.training.backends.settings import TrainingSettings
@@ -285,8 +285,11 @@ class TestDecoupledPpo:
             await make(policy_loss="decoupled_ppo").forward_backward(trajectories(2, seed=1), [1.0, -1.0], 0)
 
 
-def test_a_checkpoint_keeps_recomputed_log_probs_and_leaves_the_reference_s_to_the_run_that_resumes() -> None:
+def test_a_checkpoint_keeps_recomputed_log_probs_and_rewards_of_tokens_and_leaves_the_reference_s_to_the_run_that_resumes() -> (
+    None
+):
     row = trajectories(1, seed=1)[0]
-    full = replace(row, ref_logprobs=row.logprobs, old_logprobs=row.logprobs, old_version=3)
+    rewards = at_last(row.reward, len(row.response_token_ids))
+    full = replace(row, ref_logprobs=row.logprobs, old_logprobs=row.logprobs, old_version=3, token_rewards=rewards)
     group = Group(uid="a", admission_index=1, scheduled_version=2, trajectories=(full, row))
     assert from_json(Group, group_to_json(group)).trajectories == (replace(full, ref_logprobs=None), row)
