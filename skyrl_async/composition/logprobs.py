@@ -53,7 +53,7 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
         logger.warning("%s", sentence)
     beside = {
         "trainer.ref.path": reference_path(config) if config.trainer.algorithm.uses_reference else None,
-        "trainer.critic.path": critic_path(config) if needs_critic(config) else None,
+        "trainer.critic.model.path": critic_path(config) if needs_critic(config) else None,
     }
     for key, path in beside.items():
         if path is None:
@@ -75,7 +75,7 @@ def reference_path(config: Config) -> str | None:
 
 def critic_path(config: Config) -> Path | None:
     """Return the directory of the model that the critic begins with; None: the policy that training begins with."""
-    path = config.trainer.critic.path
+    path = config.trainer.critic.model.path
     return None if path is None else Path(path).expanduser()
 
 
@@ -130,7 +130,7 @@ def critic_settings(config: Config, path: Path, num_steps: int) -> TrainingSetti
         settings,
         is_critic=True,
         value_clip=config.trainer.algorithm.value_clip,
-        lr=config.trainer.critic.lr,
+        lr=config.trainer.critic.optimizer_config.lr,
         lora=None,
         shares_weights=False,
         has_reference=False,

@@ -57,7 +57,7 @@ GROUPS: dict[str, dict[str, Option]] = {
                     "policy_mini_batch_size": 8,
                     "num_steps": 70,
                     "num_epochs": 1000,
-                    "critic": {"lr": 2e-3},
+                    "critic": {"optimizer_config": {"lr": 2e-3}},
                 },
                 "evaluation": {"num_prompts": 256, "num_prompts_while_training": 96, "sampling": {"max_tokens": 320}},
             },

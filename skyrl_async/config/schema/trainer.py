@@ -47,13 +47,25 @@ class RefConfig:
 
 
 @dataclass
-class CriticConfig:
+class CriticModelConfig:
     path: str | None = None
     """Local Hugging Face directory of the model that the critic begins with; a value head takes the place of its output projection. Null:
     the policy that training begins with.
     """
+
+
+@dataclass
+class CriticOptimizerConfig:
     lr: float = bounded(5e-6, gt=0)
     """Peak learning rate; the rest of its optimizer is the policy's (training.*). Default: SkyRL's."""
+
+
+@dataclass
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    """What the critic begins with."""
+    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    """How its weights change."""
     warmup_steps: int = bounded(0, ge=0)
     """First steps in which the critic alone is trained: the policy's gradients are dropped."""
 

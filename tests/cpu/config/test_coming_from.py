@@ -147,7 +147,9 @@ def test_no_key_of_another_system_is_in_its_table_twice() -> None:
         ("gamma", "; did you mean trainer.algorithm.gamma?"),
         ("trainer.project_name", "; SkyRL's and verl's, here logging.wandb_project"),
         ("trainer.logger", "; SkyRL's, here logging.wandb=true for wandb, "),
-        ("trainer.critic.optimizer_config.lr", "; SkyRL's, here trainer.critic.lr"),
+        ("trainer.critic.lr", "; it is trainer.critic.optimizer_config.lr now"),
+        ("trainer.critic.optimizer_config.weight_decay", "; SkyRL's, without a counterpart: the critic's optimizer is"),
+        ("critic.optim.lr", "; verl's, here trainer.critic.optimizer_config.lr"),
         (
             "trainer.max_prompt_length",
             "; SkyRL's, without a counterpart: prompts that leave no room in engine.max_model_len",
@@ -249,6 +251,10 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "#   trainer.ckpt_path=/c/$(date): $(date) is not run",
         ),
         ("trainer.seed=$1", "#   trainer.seed=$1: $1 is known only when the script runs"),
+        (
+            "trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=/m trainer.critic.optimizer_config.lr=3e-6",
+            "trainer.critic.model.path=/m  # a local directory; null: the policy\n  trainer.critic.optimizer_config.lr=3e-06\n",
+        ),
         ("trainer.epoks=3", "#   trainer.epoks=3; did you mean trainer.epochs?"),
         ("trainer.cheese=3", "#   trainer.cheese=3: in neither SkyRL's keys nor ours"),
         (
