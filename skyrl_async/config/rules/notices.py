@@ -4,7 +4,7 @@ They would show nowhere else. Settings that contradict each other are refused by
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -176,7 +176,9 @@ def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, wi
     defaults = type(section)()
     for name in names or [field.name for field in fields(section)]:
         value = getattr(section, name)
-        if value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
+        if is_dataclass(value):
+            yield from _unread(config, f"{path}.{name}", (), is_read, without)
+        elif value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
             yield f"{path}.{name}={value_text(value)} does nothing without {without}"
 
 

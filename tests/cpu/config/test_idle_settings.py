@@ -38,6 +38,7 @@ LOSS = "trainer.algorithm.policy_loss_type"
         ("generator.agent_timeout_s=20.0", ["generator.kind=agent", "generator.command=true"]),
         ("server.model_name=other", ["server.enabled=true"]),
         ("task.num_eval_prompts=4", ["task.name=relay"]),
+        ("trainer.critic.optimizer_config.lr=1e-5", ["trainer.algorithm.advantage_estimator=gae"]),
     ],
 )
 def test_a_setting_that_nothing_reads_is_named_with_what_would(is_read: str, others: list[str]) -> None:
