@@ -8,9 +8,11 @@ finished group ──> ref_logp ──> logp ──> the buffer            refer
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
+from skyrl_async.composition.teachers import first_difference
 from skyrl_async.composition.time_sharing import on_leased_devices
 from skyrl_async.config.rules.algorithm import needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.deepspeed import read_user_config
@@ -21,7 +23,7 @@ from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config, WeightTransfer
 from skyrl_async.config.schema.training import TrainingBackendName
 from skyrl_async.errors import PolicyError
-from skyrl_async.inference.policy_files import read_config, text_config
+from skyrl_async.inference.policy_files import has_tokenizer, read_config, text_config
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup
@@ -48,7 +50,7 @@ class LogprobParts:
 
 
 def check_logprobs(config: Config, policy_dir: Path) -> None:
-    """Warn of settings without effect or of doubtful use. Raises ``PolicyError`` when the reference or critic has another vocabulary."""
+    """Warn of settings without effect or of doubtful use. Raises ``PolicyError`` when the reference or critic has other tokens."""
     for sentence in (*idle_settings(config), *advice(config)):
         logger.warning("%s", sentence)
     beside = {
@@ -56,15 +58,27 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
         "trainer.critic.model.path": critic_path(config) if needs_critic(config) else None,
     }
     for key, path in beside.items():
-        if path is None:
-            continue
-        here = text_config(read_config(str(policy_dir)))
-        there = text_config(read_config(str(path), key))
-        sizes = [each.get("vocab_size") for each in (here, there)]
-        if sizes[0] != sizes[1]:
-            raise PolicyError(
-                f"{key}={path} has {sizes[1]} tokens and the policy {sizes[0]}: it must have the policy's tokenizer"
-            )
+        if path is not None:
+            _check_tokens(key, Path(path), policy_dir, trust_remote_code=config.policy.trust_remote_code)
+
+
+def _check_tokens(key: str, path: Path, policy_dir: Path, *, trust_remote_code: bool) -> None:
+    """Raise ``PolicyError`` where a model has other tokens than the policy: by their number, and one by one where it has a tokenizer."""
+    here = text_config(read_config(str(policy_dir)))
+    there = text_config(read_config(str(path), key))
+    sizes = [each.get("vocab_size") for each in (here, there)]
+    if sizes[0] != sizes[1]:
+        raise PolicyError(
+            f"{key}={path} has {sizes[1]} tokens and the policy {sizes[0]}: it must have the policy's tokenizer"
+        )
+    if path.samefile(policy_dir) or not has_tokenizer(str(path)):
+        return
+    from transformers import AutoTokenizer
+
+    load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=trust_remote_code)
+    if differing := first_difference(load(path), load(policy_dir)):
+        token, theirs, ours = differing
+        raise PolicyError(f"{key}={path} must have the policy's tokens: {token} is {theirs!r} there and {ours!r} here")
 
 
 def reference_path(config: Config) -> str | None:

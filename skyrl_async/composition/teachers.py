@@ -63,7 +63,7 @@ def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | Non
         for path, key_of in ((directory, key), (policy_dir, "policy.path"))
     ]
     there, here = (AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (directory, policy_dir))
-    differing = _first_difference(there, here)
+    differing = first_difference(there, here)
     if differing is not None:
         token, theirs, ours = differing
         raise PolicyError(
@@ -78,7 +78,7 @@ def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | Non
         )
 
 
-def _first_difference(
+def first_difference(
     there: "PreTrainedTokenizerBase", here: "PreTrainedTokenizerBase"
 ) -> tuple[int, str | None, str | None] | None:
     """The first token id that is not the same text in both; None if there is none."""

@@ -43,9 +43,9 @@ def write_policy(directory: Path, *, seed: int = 0, is_tied: bool = False, **cha
     return directory
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Of the words w0, w1, ..., each a token."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+def write_tokenizer(directory: Path, *, word: str = "w") -> None:
+    """Of the words w0, w1, ..., each a token; the first one is w0 whatever the ``word``."""
+    words = Tokenizer(WordLevel({f"{word if i else 'w'}{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(directory)
 

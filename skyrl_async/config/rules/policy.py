@@ -1,4 +1,4 @@
-"""Rules about the policy and the reference: whether their directories are complete, judged by file names, and what they go with."""
+"""Rules about the models of a run: whether their directories are complete, judged by file names, and what they go with."""
 
 import json
 import os
@@ -63,8 +63,13 @@ def adapter_rules(config: Config) -> Iterator[str]:
 
 
 def check_directories(config: Config) -> None:
-    """Raise ``PolicyError`` where the directory of the policy or of the reference, which has the policy's tokens, is incomplete."""
-    for key, name in (("policy.path", config.policy.path), ("trainer.ref.path", config.trainer.ref.path)):
+    """Raise ``PolicyError`` where the directory of the policy is incomplete, or that of a model that has its tokens."""
+    names = {
+        "policy.path": config.policy.path,
+        "trainer.ref.path": config.trainer.ref.path,
+        "trainer.critic.model.path": config.trainer.critic.model.path,
+    }
+    for key, name in names.items():
         if name is None:
             continue
         path, found = Path(os.path.expanduser(name)), f"{key}={name}"

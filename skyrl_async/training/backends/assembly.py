@@ -105,8 +105,7 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """
     if not (path / "config.json").is_file():
         raise PolicyError(
-            f"policy.path must be a local Hugging Face directory (config.json, *.safetensors, tokenizer files); "
-            f"{path} has no config.json"
+            f"{path} has no config.json; give a local Hugging Face directory (config.json, *.safetensors, tokenizer files)"
         )
     transformers_logging.disable_progress_bar()
     try:
@@ -120,11 +119,11 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise PolicyError(f"policy.path {path} cannot be loaded by transformers: {error}") from error
+        raise PolicyError(f"{path} cannot be loaded by transformers: {error}") from error
     missing = sorted(loading["missing_keys"])
     if missing:
         raise PolicyError(
-            f"policy.path {path} lacks {len(missing)} parameters of a {config.model_type} model, such as {missing[0]}; "
+            f"{path} lacks {len(missing)} parameters of a {config.model_type} model, such as {missing[0]}; "
             "complete its safetensors files"
         )
     assert isinstance(model, PreTrainedModel)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
 from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works, training_settings
@@ -23,9 +24,11 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.backends.sharded import lr_factor
+from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Group, Prompt, Trajectory
 from tests.cpu.config.test_config import policy_directory
 from tests.cpu.quick_config import config_of
+from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy, write_tokenizer
 
 
 def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bound() -> None:
@@ -108,14 +111,32 @@ class TestLogprobs:
             group = await work(group)
         assert group.trajectories == (replace(row, ref_logprobs=(-1.0,), old_logprobs=(-1.0,), old_version=0),)
 
-    def test_a_reference_with_other_tokens_is_refused_before_anything_boots(self, tmp_path: Path) -> None:
-        for name, num_tokens in (("policy", 48), ("other", 64)):
+    @pytest.mark.parametrize(
+        ("key", "user"),
+        [
+            ("trainer.ref.path", "trainer.algorithm.use_kl_loss=true"),
+            ("trainer.critic.model.path", "trainer.algorithm.advantage_estimator=gae"),
+        ],
+    )
+    def test_a_model_beside_the_policy_with_other_tokens_is_refused_before_anything_boots(
+        self, key: str, user: str, tmp_path: Path
+    ) -> None:
+        for name, num_tokens in (("policy", 48), ("same", 48), ("other", 48), ("larger", 64)):
             policy_directory(tmp_path / name)
-            (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": num_tokens}))
-        kl = "trainer.algorithm.use_kl_loss=true"
-        check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'policy'}"), tmp_path / "policy")
-        with pytest.raises(PolicyError, match=r"trainer.ref.path=.*other has 64 tokens and the policy 48"):
-            check_logprobs(from_overrides(kl, f"trainer.ref.path={tmp_path / 'other'}"), tmp_path / "policy")
+            (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": num_tokens, "model_type": "qwen3"}))
+            write_tokenizer(tmp_path / name, word="v" if name == "other" else "w")
+
+        def check(name: str) -> None:
+            check_logprobs(from_overrides(user, f"{key}={tmp_path / name}"), tmp_path / "policy")
+
+        check("policy")
+        check("same")
+        with pytest.raises(PolicyError, match=rf"{key}=.*larger has 64 tokens and the policy 48"):
+            check("larger")
+        with pytest.raises(
+            PolicyError, match=rf"{key}=.*other must have the policy's tokens: 1 is 'v1' there and 'w1' here"
+        ):
+            check("other")
 
 
 @pytest.mark.parametrize("cache", ["/proc/nope", "x" * 300])
@@ -198,3 +219,27 @@ def test_the_rows_of_a_step_that_is_not_finite_go_to_the_runs_directory(tmp_path
     run_in_virtual_time(main())
     (settings,) = found
     assert settings == replace(training_settings(Config(), Path("unused"), 7), bad_step_dir=str(tmp_path / "bad_step"))
+
+
+async def test_a_critic_begins_with_the_weights_of_its_own_directory_and_learns_at_its_own_rate(tmp_path: Path) -> None:
+    """The configuration's, in a real worker that is in this process."""
+    policy, other = (write_policy(tmp_path / name, seed=seed) for seed, name in enumerate(("policy", "other")))
+
+    class InThisProcess(Processes):
+        async def _start_workers(self, stage: str, settings: TrainingSettings, **arguments: object) -> InProcessPolicy:  # type: ignore[override]
+            assert stage == "critic" and arguments["policy_path"] is None
+            return InProcessPolicy(settings)
+
+    gae = ("trainer.algorithm.advantage_estimator=gae", f"policy.path={policy}", "training.num_warmup_steps=0")
+    write_tokenizer(policy)
+    config = from_overrides(*gae, f"trainer.critic.model.path={other}", "trainer.critic.optimizer_config.lr=0.0125")
+    async with contextlib.AsyncExitStack() as stack:
+        processes = InThisProcess(config, Files(), policy, tmp_path, stack, None)  # type: ignore[arg-type]
+        critic = await processes.critic(1)
+        assert critic is not None
+        begins_with = await weights(critic, tmp_path / "gathered")
+        await critic.forward_backward(trajectories(2, seed=0), [1.0, 0.5], 0)
+        assert (await critic.step(1.0))["lr"] == 0.0125
+    expected, head = load_file(other / "model.safetensors"), "lm_head.weight"
+    assert begins_with.pop(head).shape == (1, expected.pop(head).shape[1])
+    assert_close(begins_with, expected)

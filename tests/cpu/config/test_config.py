@@ -561,12 +561,17 @@ def test_a_path_that_cannot_be_is_refused_by_its_key(overrides: list[str], key: 
         from_overrides(*(re.sub("DIR|LONG", lambda name: names[name[0]], override) for override in overrides))
 
 
-def test_an_incomplete_reference_is_refused_by_its_key_and_needs_no_tokenizer(tmp_path: Path) -> None:
-    reference = policy_directory(tmp_path / "reference", without="model.safetensors")
-    with pytest.raises(PolicyError, match=r"trainer.ref.path=.*reference has no weights"):
-        from_overrides(f"trainer.ref.path={reference}")
-    policy_directory(reference, without="tokenizer.json")
-    from_overrides(f"trainer.ref.path={reference}")
+@pytest.mark.parametrize("key", ["trainer.ref.path", "trainer.critic.model.path"])
+def test_an_incomplete_model_beside_the_policy_is_refused_by_its_key_and_needs_no_tokenizer(
+    key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PolicyError, match=rf"{key}=.*nowhere does not exist; give a local Hugging Face directory"):
+        from_overrides(f"{key}={tmp_path / 'nowhere'}")
+    model = policy_directory(tmp_path / "model", without="model.safetensors")
+    with pytest.raises(PolicyError, match=rf"{key}=.*model has no weights"):
+        from_overrides(f"{key}={model}")
+    policy_directory(model, without="tokenizer.json")
+    from_overrides(f"{key}={model}")
 
 
 @pytest.mark.slow
