@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import CheckpointError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
@@ -202,10 +203,11 @@ def test_in_the_warm_up_the_critic_alone_is_trained_and_afterwards_both_are(poli
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deepspeed", [None, DeepSpeedConfig(zero_stage=1)], ids=["fsdp", "deepspeed"])
 def test_contract_7_a_resumed_run_with_a_critic_has_the_losses_and_weights_of_one_that_was_not_killed(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, tmp_path: Path, deepspeed: DeepSpeedConfig | None
 ) -> None:
-    job = replace(STOPPED, estimator="gae")
+    job = replace(STOPPED, estimator="gae", training={"deepspeed": deepspeed})
     whole = train(job, policy_dir, tmp_path / "whole")
 
     def until_step_2(running: Running) -> None:
