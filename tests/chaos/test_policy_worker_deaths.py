@@ -110,34 +110,40 @@ async def test_ranks_that_are_killed_or_frozen_anywhere_change_no_bit_of_the_wei
     assert not any(map(is_running, group.past + group.pids))
 
 
-def kill_policy_worker(command: Command) -> None:
-    """The only one, by kill -9."""
+GAE = ("trainer.algorithm.advantage_estimator=gae", "placement.groups=[[policy,critic,generate]]")
+
+
+def kill_workers(command: Command) -> None:
+    """The policy's and the critic's, by kill -9."""
     children = psutil.Process(command.process.pid).children(recursive=True)
-    (worker,) = (child for child in children if "ray::RankActor" in "".join(child.cmdline()))
-    worker.kill()
+    workers = [child for child in children if "ray::RankActor" in "".join(child.cmdline())]
+    assert len(workers) == 2
+    for worker in workers:
+        worker.kill()
 
 
 @pytest.mark.slow
-def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_and_then_the_run_can_be_resumed(
+def test_policy_and_critic_workers_that_are_killed_are_replaced_until_restarts_are_used_up_and_then_the_run_can_be_resumed(
     tmp_path: Path,
 ) -> None:
+    """They and the engine take turns on one device."""
     run_dir = tmp_path / "out"
-    overrides = [*SMALL, *NO_VLLM, *SHARED, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
+    overrides = [*SMALL, *NO_VLLM, *SHARED, *GAE, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
     with Command([*overrides, FOR_EVER, "trainer.max_restarts=1"], cwd=tmp_path) as command:
         command.wait_for_step(1)
-        kill_policy_worker(command)
+        kill_workers(command)
         command.wait_for_step(5)
-        kill_policy_worker(command)
+        kill_workers(command)
         ended = command.finish()
     assert ended.code == 1 and ended.orphans == ()
-    assert re.match(r"error: policy-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), ended.error
+    assert re.match(r"error: (policy|critic)-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), ended.error
     assert "not restarted: trainer.max_restarts=1 are used up. Continue with trainer.resume_mode=latest" in ended.error
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     last = first + 6
     resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
     with Command([*overrides, *resume], cwd=tmp_path) as command:
         command.wait_for_step(first + 2)
-        kill_policy_worker(command)
+        kill_workers(command)
         outcome = command.finish()
     assert outcome.code == 0, outcome.stderr
     assert outcome.orphans == ()
@@ -147,12 +153,13 @@ def test_a_policy_worker_that_is_killed_is_replaced_until_restarts_are_used_up_a
     assert "policy workers restarted" in outcome.stdout
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert [row["step"] for row in rows] == list(range(1, last + 1))
-    assert (rows[0]["trainer/restarts"], rows[-1]["trainer/restarts"]) == (0, 1)
+    assert (rows[0]["trainer/restarts"], rows[-1]["trainer/restarts"]) == (0, 2)
     for told in (ended.stderr, outcome.stderr):
         assert re.search(
             r"WARNING policy-worker-0-\w+ died in \w+ .*; restart 1 of at most trainer.max_restarts=", told
         )
-        assert re.search(r"the policy workers are back in \w+ after [\d.]+ s .* differ by at most 0\)", told)
+        for kind in ("policy", "critic"):
+            assert re.search(rf"the {kind} workers are back in \w+ after [\d.]+ s .* differ by at most 0\)", told)
         assert "Traceback" not in told
     assert not (run_dir / "recovery").exists()
 

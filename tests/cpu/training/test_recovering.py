@@ -666,29 +666,37 @@ class DyingPolicy:
             await policy.close()
 
 
-async def train(policy: Any, directory: Path, checkpoint_written: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+async def train(
+    policy: Any, directory: Path, checkpoint_written: Any, *, is_critic: bool
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Three steps of two groups at a falling rate; a checkpoint after the first."""
-    answers = []
+    answers: list[Any] = []
     for step in range(3):
         for group in range(2):
             rows = trajectories(2, seed=2 * step + group)
+            if is_critic:
+                values = (await policy.values_of(rows)).values
+                answers += [of_row.tolist() for of_row in values]
+                rows = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
             answers.append(await policy.forward_backward(rows, [1.0, -0.5], step))
         answers.append(await policy.step(20.0))
         if step == 0:
             await policy.save(directory / "checkpoint")
             checkpoint_written(directory / "checkpoint")
-        answers.append(await policy.logprobs([1, 2, 3]))
+        if not is_critic:
+            answers.append(await policy.logprobs([1, 2, 3]))
     update = await export_weights(policy, 3, directory / "weights", 1 << 30)
     return answers, load_file(update.path)
 
 
 @pytest.mark.slow
-async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(tmp_path: Path) -> None:
-    settings = TrainingSettings(
-        policy_path=str(write_policy(tmp_path / "policy")), lr=1e-2, lr_schedule="cosine", num_steps=4
-    )
+@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
+async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(tmp_path: Path, is_critic: bool) -> None:
+    """And so are a critic's values."""
+    path = str(write_policy(tmp_path / "policy"))
+    settings = TrainingSettings(policy_path=path, lr=1e-2, lr_schedule="cosine", num_steps=4, is_critic=is_critic)
     alive = InProcessPolicy(replace(settings))
-    answers, weights = await train(alive, tmp_path / "alive", lambda path: None)
+    answers, weights = await train(alive, tmp_path / "alive", lambda path: None, is_critic=is_critic)
     await alive.close()
     num_calls = 14
     for number in range(1, num_calls + 1, 3):
@@ -698,7 +706,7 @@ async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(t
             return DyingPolicy(settings, script)
 
         policy = await RecoveringPolicy(start, max_restarts=3, directory=directory / "recovery").started()
-        found, tensors = await train(policy, directory, policy.checkpoint_written)
+        found, tensors = await train(policy, directory, policy.checkpoint_written, is_critic=is_critic)
         assert policy.num_restarts == 2
         await policy.close()
         assert found == answers
