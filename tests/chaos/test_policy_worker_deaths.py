@@ -128,7 +128,14 @@ def test_policy_and_critic_workers_that_are_killed_are_replaced_until_restarts_a
 ) -> None:
     """They and the engine take turns on one device."""
     run_dir = tmp_path / "out"
-    overrides = [*SMALL, *NO_VLLM, *SHARED, *GAE, f"trainer.output_dir={run_dir}", "trainer.checkpoint_interval_steps=3"]
+    overrides = [
+        *SMALL,
+        *NO_VLLM,
+        *SHARED,
+        *GAE,
+        f"trainer.output_dir={run_dir}",
+        "trainer.checkpoint_interval_steps=3",
+    ]
     with Command([*overrides, FOR_EVER, "trainer.max_restarts=1"], cwd=tmp_path) as command:
         command.wait_for_step(1)
         kill_workers(command)
@@ -136,7 +143,9 @@ def test_policy_and_critic_workers_that_are_killed_are_replaced_until_restarts_a
         kill_workers(command)
         ended = command.finish()
     assert ended.code == 1 and ended.orphans == ()
-    assert re.match(r"error: (policy|critic)-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), ended.error
+    assert re.match(r"error: (policy|critic)-worker-0-\w+ died in \w+ \(The actor is dead because", ended.error), (
+        ended.error
+    )
     assert "not restarted: trainer.max_restarts=1 are used up. Continue with trainer.resume_mode=latest" in ended.error
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
     last = first + 6

@@ -16,6 +16,7 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import CheckpointError
+from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
 from skyrl_async.training.workers.in_process import InProcessPolicy
@@ -92,14 +93,34 @@ def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
     return run_in_virtual_time(main())
 
 
+@pytest.fixture(scope="module")
+def synchronous(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """No staleness, and each model on devices of its own."""
+    return train(JOB, policy_dir, tmp_path_factory.mktemp("synchronous"))
+
+
 @pytest.mark.slow
 def test_contract_3_staleness_zero_with_a_critic_gives_the_losses_and_weights_of_a_plain_loop(
-    policy_dir: Path, tmp_path: Path
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
-    streamed = train(JOB, policy_dir, tmp_path / "a")
-    plain = plain_loop(policy_dir, tmp_path / "b")
-    assert streamed == plain
-    assert len(set(streamed.losses)) == NUM_STEPS
+    assert synchronous == plain_loop(policy_dir, tmp_path)
+    assert len(set(synchronous.losses)) == NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [("policy", "generate"), ("ref",)], ids="-".join)
+def test_a_critic_that_shares_its_devices_changes_no_bit_of_the_losses_and_weights(
+    policy_dir: Path, synchronous: Outcome, tmp_path: Path, beside: tuple[str, ...]
+) -> None:
+    shared: list[DeviceGroup] = []
+    job = replace(JOB, shared_by=("critic", *beside))
+    assert synchronous == train(job, policy_dir, tmp_path, lambda run: shared.append(run.device_groups["critic"]))
+    num_leases = shared[0]._queue.statistics(now=0.0).num_leases["critic"]
+    of_values, of_training = 3 * NUM_STEPS, 4 * NUM_STEPS
+    if "policy" in beside:
+        assert 0 < num_leases <= of_values, "the training stage's lease covers the rest"
+    else:
+        assert of_training < num_leases <= of_values + of_training
 
 
 COLUMNS = {*POLICY_COLUMNS, *CRITIC_COLUMNS}
