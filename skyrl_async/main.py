@@ -180,12 +180,16 @@ class _Run:
         return self._report_failure(error)
 
     def _report_failure(self, error: BaseException) -> int:
-        """Log the error with all that led to it; show one line, or the traceback of an error that does not explain itself."""
+        """Log the error with all that led to it; show one line, or the traceback of an error that does not explain itself, and what is
+        saved.
+        """
         _only_in_file.error("the run failed", exc_info=error)
         if isinstance(error, SkyRLAsyncError):
             sys.stderr.write(f"error: {error}\n")
         else:
             traceback.print_exception(error, chain=False)
+        if self._trainer is not None:
+            sys.stderr.write(f"{self._last_checkpoint}\n")
         sys.stderr.write(f"(see {self.run_dir / 'run.log'})\n")
         return 1
 
@@ -193,7 +197,7 @@ class _Run:
         """Say what is saved and how the run goes on; return the exit code."""
         trainer, code = self._trainer, self.interruption.exit_code
         saved = trainer.newest_checkpoint if trainer is not None else None
-        said = f"ended at once, {f'the last checkpoint is {saved}' if saved else 'nothing is saved'}"
+        said = f"ended at once, {self._last_checkpoint}"
         if trainer is not None and is_saved:
             if trainer.checkpoint_failure is not None:
                 said = f"error: step {trainer.trained_version} is not saved: {trainer.checkpoint_failure}"
@@ -205,6 +209,11 @@ class _Run:
             "trainer.resume_mode=latest\n"
         )
         return code
+
+    @property
+    def _last_checkpoint(self) -> str:
+        saved = self._trainer.newest_checkpoint if self._trainer is not None else None
+        return f"the last checkpoint is {saved}" if saved else "nothing is saved"
 
     async def execute(self) -> None:
         """Start all parts, train or evaluate, end all parts, and write the summary."""

@@ -124,8 +124,8 @@ class Checkpointer:
     async def write(self, policy: Policy, state: TrainerState, critic: Critic | None = None) -> Path:
         """Write a checkpoint, move it into place, point ``latest`` at it, and delete older ones.
 
-        Files are written and synced in a thread. Raises ``CheckpointError`` when that fails (a full disk, say): no part of the
-        checkpoint is left, and earlier ones stay.
+        Files are written and synced in a thread. Raises ``CheckpointError`` when that fails (a full disk, say), and what the policy or
+        the critic raises: no part of the checkpoint is left, and earlier ones stay.
         """
         partial = self.directory / f"{_PARTIAL}{_PREFIX}{state.step}-{uuid.uuid4().hex[:8]}"
         is_abandoned = threading.Event()
@@ -135,8 +135,10 @@ class Checkpointer:
             if critic is not None:
                 await critic.save(partial / "critic")
             final = await self._in_thread(lambda: self._complete(partial, state, is_abandoned))
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             await self._in_thread(lambda: self._discard(partial))
+            if not isinstance(error, OSError | CheckpointError):
+                raise
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CheckpointError(
                 f"the checkpoint of step {state.step} could not be written to {self.directory}: {reason}"

@@ -16,7 +16,14 @@ from typing import Any
 
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.checkpoint.checkpointer import Checkpointer
-from skyrl_async.errors import CheckpointError, GenerationError, InferenceError, PublishError
+from skyrl_async.errors import (
+    CheckpointError,
+    GenerationError,
+    InferenceError,
+    PublishError,
+    SkyRLAsyncError,
+    StateError,
+)
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
@@ -34,8 +41,8 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-_LEAVES_POLICY_INTACT = (GenerationError, InferenceError, PublishError)
-"""Failures of engines and rollouts: what is trained can still be saved."""
+_OF_ENGINES = (GenerationError, InferenceError, PublishError)
+"""Failures of engines and rollouts, of which the last evaluation may die."""
 
 
 class FullyAsyncTrainer:
@@ -191,7 +198,7 @@ class FullyAsyncTrainer:
             failure = self._run.shutdown.failure or last
             if last is not failure:
                 logger.warning("a later failure: %r", last)
-            if isinstance(failure, _LEAVES_POLICY_INTACT):
+            if _leaves_accounts_right(failure):
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
@@ -204,7 +211,7 @@ class FullyAsyncTrainer:
         try:
             if self._config.eval_at_end and (after := await self._validation.evaluate_alone()):
                 self.reward_after = after.reward
-        except _LEAVES_POLICY_INTACT as error:
+        except _OF_ENGINES as error:
             logger.exception("the last evaluation failed; training is complete")
             self.evaluation_failure = error
 
@@ -228,8 +235,8 @@ class FullyAsyncTrainer:
         preparing.cancel()
 
     async def _failing_between_steps(self, running: Coroutine[Any, Any, None]) -> None:
-        """Remember a failure at once. Raise it after the optimizer steps of the batch in progress, unless training itself failed: a batch
-        that is cut off leaves nothing to save.
+        """Remember a failure at once. Raise it after the optimizer steps of the batch in progress: a batch that is cut off leaves nothing
+        to save.
         """
         try:
             await running
@@ -237,7 +244,7 @@ class FullyAsyncTrainer:
             root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
             assert isinstance(root, Exception)
             self._run.shutdown.remember(root)
-            if isinstance(root, _LEAVES_POLICY_INTACT):
+            if _leaves_accounts_right(root):
                 await self._saver.collect_open_tokens()
                 await self._run.gate.close()
             raise
@@ -251,14 +258,21 @@ class FullyAsyncTrainer:
                 await self._saver.write(unless_known=self._run.shutdown.is_requested)
 
     async def _save_what_is_trained(self) -> None:
-        """Write a checkpoint after a failure of engines or rollouts, unless it cut off an optimizer step.
+        """Write a checkpoint after a failure, unless it cut off an optimizer step.
 
-        Groups in flight are saved with the tokens sampled so far. A failure in here is only logged: the run ends with the first one.
+        Groups in flight are saved with the tokens sampled so far. A failure in here, as of workers that have died for good, is only
+        logged: the run ends with the first one.
         """
         step = self.trained_version
         try:
             self._weight_update.log_the_rest()
             if self._config.checkpoint_interval_steps and not self._train_stage.is_torn:
                 await self._saver.write(unless_known=True)
-        except Exception:
-            logger.exception("no checkpoint was written of step %d", step)
+        except Exception as error:
+            is_unexpected = not isinstance(error, SkyRLAsyncError)
+            logger.warning("no checkpoint was written of step %d: %s", step, error, exc_info=is_unexpected)
+
+
+def _leaves_accounts_right(failure: BaseException) -> bool:
+    """Whether what is trained may be saved; wrong accounts of groups would be wrong in a checkpoint too."""
+    return isinstance(failure, Exception) and not isinstance(failure, StateError | AssertionError)

@@ -49,6 +49,10 @@ LOST = (WorkerDiedError, DeadlineError)
 """Failures that new workers mend. They mend neither numbers that are not finite, nor full disks, nor checkpoints of another model."""
 
 
+_COMPUTES = frozenset({"forward_backward", "step", "logprobs", "logprobs_of", "values_of"})
+"""Calls in which ranks wait for each other: where one fails, the others may be left in the middle."""
+
+
 class Workers(Protocol):
     """One group of workers."""
 
@@ -199,6 +203,8 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
         self._gathered: _Gathered | None = None
         self._missing_state = ""
         """Why the state of lost workers cannot be restored; empty if it can."""
+        self._failure: Exception | None = None
+        """What new workers did not mend."""
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
@@ -303,7 +309,12 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
                 await self._workers.unshare_weights()
 
     async def save(self, directory: Path) -> None:
-        """As ``Policy``. New workers begin with it only after ``checkpoint_written``, which tells where it is."""
+        """As ``Policy``. New workers begin with it only after ``checkpoint_written``, which tells where it is.
+
+        Raises ``TrainingError`` after a failure that new workers did not mend: it would wait for them, or save what is no state.
+        """
+        if self._failure is not None:
+            raise TrainingError(f"the {self.kind} have failed, and what they hold is not saved") from self._failure
         self._saved_position = await self._save(directory)
 
     async def load(self, directory: Path) -> None:
@@ -398,6 +409,10 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
         try:
             async with self._lock:
                 return await self._repeated(name, call)
+        except Exception as error:
+            if name in _COMPUTES or isinstance(error, LOST):
+                self._failure = error
+            raise
         finally:
             self._num_calls -= 1
 

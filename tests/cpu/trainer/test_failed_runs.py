@@ -6,13 +6,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import read_state
-from skyrl_async.errors import GenerationError, InferenceError, NoEngineError, PublishError
+from skyrl_async.errors import (
+    GenerationError,
+    InferenceError,
+    NoEngineError,
+    PublishError,
+    StateError,
+    TrainingError,
+    WorkerDiedError,
+)
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.runtime.shutdown import ShutdownRequest
@@ -207,13 +216,21 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
         assert path is not None and read_state(path).step == simulation.trainer.trained_version > 0
 
 
-@pytest.mark.parametrize("at", [12.5, 16.0, 21.0])
+@pytest.mark.parametrize(
+    ("at", "gone"),
+    [
+        (12.5, InferenceError("the teacher is gone")),
+        (16.0, WorkerDiedError("teacher-worker-0 died")),
+        (21.0, TrainingError("a row is longer than the teacher's context")),
+        (21.0, ZeroDivisionError("in a function of the user's")),
+    ],
+    ids=["server", "worker", "row", "bug"],
+)
 @pytest.mark.parametrize("settings", [BUSY_TRAINER, IN_BATCHES], ids=["steps", "batches"])
 def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trains_every_group_once(
-    tmp_path: Path, settings: SimulationSettings, at: float
+    tmp_path: Path, settings: SimulationSettings, at: float, gone: Exception
 ) -> None:
     settings = replace(settings, num_steps=None, num_epochs=1, num_prompts=64)
-    gone = InferenceError("the teacher is gone")
 
     async def teacher_logp(group: Group) -> Group:
         await asyncio.sleep(0.5)
@@ -225,7 +242,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trai
         simulation = Simulation(
             settings, checkpoint_dir=tmp_path, prepare_with=lambda policy: {"teacher_logp": teacher_logp}
         )
-        with pytest.raises(InferenceError) as raised:
+        with pytest.raises(type(gone)) as raised:
             await simulation.trainer.run()
         assert raised.value is gone
         in_error = [status.name for status in simulation.trainer.stages() if status.state is StageState.ERROR]
@@ -242,6 +259,45 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trai
     of_batches = [*trained(simulation), *trained(again)]
     assert Counter(of_batches) == dict.fromkeys(of_batches, settings.update_epochs_per_batch)
     assert len(set(of_batches)) == 64
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "is_saved"),
+    [
+        ("advantages", ZeroDivisionError("in an estimator of the user's"), True),
+        ("advantages", StateError("the accounts are wrong"), False),
+        ("step", TrainingError("the gradient is not finite"), False),
+    ],
+)
+def test_a_training_stage_that_fails_saves_the_last_step_unless_a_step_is_cut_off_or_the_accounts_are_wrong(
+    tmp_path: Path, call: str, error: Exception, is_saved: bool
+) -> None:
+    settings = replace(BUSY_TRAINER, checkpoint_interval_steps=3)
+
+    async def main() -> Simulation:
+        simulation = Simulation(settings, checkpoint_dir=tmp_path)
+        part, name = (
+            (simulation.policy, "step") if call == "step" else (simulation.trainer._train_stage, "_with_advantages")
+        )
+        failing = getattr(part, name)
+
+        def fail_in_step_5(*arguments: Any) -> Any:
+            if simulation.trainer.trained_version == 4:
+                raise error
+            return failing(*arguments)
+
+        setattr(part, name, fail_in_step_5)
+        with pytest.raises(type(error)) as raised:
+            await simulation.trainer.run()
+        assert raised.value is error
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    saved = simulation.trainer.newest_checkpoint
+    assert saved is not None and saved.name == ("global_step_4" if is_saved else "global_step_3")
+    if is_saved:
+        groups = [*trained(simulation), *trained(resumed(saved, replace(settings, num_steps=8)))]
+        assert len(groups) == len(set(groups)) == 8 * settings.mini_batch_size
 
 
 def test_a_step_that_waits_for_a_publish_which_fails_has_its_line_too(tmp_path: Path) -> None:

@@ -303,15 +303,21 @@ async def started(scripted: Scripted, directory: Path, **changes: Any) -> Recove
     "error",
     [TrainingError("the gradient norm is nan"), CheckpointError("is of another model"), ValueError("advantages")],
 )
-async def test_what_new_workers_cannot_mend_is_raised_at_once(tmp_path: Path, error: Exception) -> None:
+async def test_what_new_workers_cannot_mend_is_raised_at_once_and_nothing_is_saved_afterwards(
+    tmp_path: Path, error: Exception
+) -> None:
     async def step(num_tokens: float, lr_scale: float = 1.0) -> dict[str, float]:
         raise error
 
     scripted = Scripted(step=step)
     policy = await started(scripted, tmp_path)
+    await policy.save(tmp_path / "before")
     with pytest.raises(type(error), match=str(error)):
         await policy.step(1)
     assert scripted.starts == 1 and policy.num_restarts == 0
+    with pytest.raises(TrainingError, match="the policy workers have failed, and what they hold is not saved"):
+        await policy.save(tmp_path / "after")
+    assert not (tmp_path / "after").exists()
 
 
 async def test_the_loop_runs_while_a_saved_policy_that_is_needed_no_more_is_deleted(
@@ -459,21 +465,24 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
     async def save(directory: Path) -> None:
         raise CheckpointError("rank 0: OSError: [Errno 28] No space left on device")  # as ranks say it
 
-    scripted = Scripted(save=save)
-    policy = await started(scripted, tmp_path, max_journal_bytes=0)
-    workers = policy._workers
-    assert isinstance(workers, ModelledWorkers)
-    for _ in range(3):
-        await policy.forward_backward(one_row(1), [1.0], 0)
-        await policy.step(1)
+    async def trained() -> tuple[RecoveringPolicy, ModelledWorkers]:
+        policy = await started(Scripted(save=save), tmp_path, max_journal_bytes=0)
+        for _ in range(3):
+            await policy.forward_backward(one_row(1), [1.0], 0)
+            await policy.step(1)
+        assert len(policy._journal) == 0
+        assert isinstance(policy._workers, ModelledWorkers)
+        return policy, policy._workers
+
+    policy, workers = await trained()
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert "policy-1 cannot be written (rank 0: OSError: [Errno 28] No space left on device" in record.message
-    assert len(policy._journal) == 0
     workers.script.deaths[workers.script.num_calls + 1] = False
     with pytest.raises(WorkerDiedError, match="not restarted: no checkpoint was written since .*policy-1 could not be"):
         await policy.step(1)
+    await policy.close()
 
-    workers.is_dead = False
+    policy, workers = await trained()
     del workers.save
     await policy.save(tmp_path / "checkpoint")
     policy.checkpoint_written(tmp_path / "checkpoint")
