@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEY = "trainer.algorithm.distillation"
-_NUM_PROBE_TOKENS = 16
 Teacher = LogprobWorkers | ServedTeacher
 
 
@@ -96,12 +95,12 @@ async def served_teachers(config: Config, policy_dir: Path, stack: AsyncExitStac
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy_dir, local_files_only=True)
-    probe = sorted(tokenizer.get_vocab().values())[-_NUM_PROBE_TOKENS:]
+    token_ids = sorted(tokenizer.get_vocab().values())
     for name, url in distillation.teachers.items():
         if is_url(url):
             teacher = ServedTeacher(name, url, api_key=distillation.api_key, timeout_s=distillation.timeout_s)
             stack.push_async_callback(teacher.close)
-            await teacher.check(probe, [tokenizer.decode([token]) for token in probe])
+            await teacher.check(token_ids, tokenizer.decode)
             found[name] = teacher
     return found
 

@@ -4,8 +4,10 @@ stage ──rows──> POST /completions {prompt: token ids, prompt_logprobs: 0
 """
 
 import asyncio
+import bisect
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -23,8 +25,12 @@ _PAUSES = Backoff(base_s=0.5, max_s=10.0)
 _MAX_REQUESTS = 32
 """At once: a server batches them."""
 _REQUEST_TIMEOUT_S = 300.0
+_NUM_PROBE_TOKENS = 16
 _UNDECODABLE = "\ufffd"
 """In the text of a token that is a part of a character."""
+_OTHER_ANSWERS = (json.JSONDecodeError, LookupError, TypeError)
+"""Raised by answers of a server of another kind."""
+Decode = Callable[[Sequence[int]], str]
 
 
 class _NoScoresError(InferenceError):
@@ -46,33 +52,64 @@ class ServedTeacher:
         self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._detokenize_url = f"{url.rstrip('/').removesuffix('/v1')}/detokenize"
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=_REQUEST_TIMEOUT_S)
         self._model: str | None = None
         self._context: int | None = None
         """Most tokens of prompt and answer, where the server says; each request asks for one token beside its prompt."""
 
-    async def check(self, probe: Sequence[int], texts: Sequence[str]) -> None:
-        """Score a few tokens, before a run needs it.
+    async def check(self, token_ids: Sequence[int], decode: Decode) -> None:
+        """Score a few tokens and compare all with the policy's, before a run needs it.
+
+        Parts of characters look alike, and are not told apart. Of a server without vLLM's ``/detokenize`` the scored tokens are compared
+        alone, and the log says so.
 
         Args:
-            probe: token ids, at least two.
-            texts: what each is in the policy's vocabulary.
+            token_ids: the policy's, ascending, at least two.
+            decode: their text in the policy's vocabulary.
 
         Raises:
             ConfigError: nobody answers, it gives no prompt log-probs, or its tokens are others.
         """
+        probe = [*token_ids[:: -(-len(token_ids) // _NUM_PROBE_TOKENS)], token_ids[-1]]
         try:
+            are_compared = await self._are_compared(token_ids, decode)
             found = await self._scored(probe)
-        except (httpx.HTTPError, InferenceError) as error:
+        except (httpx.HTTPError, InferenceError, *_OTHER_ANSWERS) as error:
             raise ConfigError(
                 f"{self._label} must be an OpenAI-compatible server that gives prompt log-probs: {error!r}"
             ) from error
-        for token, text, entry in zip(probe[1:], texts[1:], found[1:], strict=True):
-            said = entry.get(str(token), {}).get("decoded_token")
+        if are_compared:
+            return
+        logger.warning(
+            "%s has no /detokenize, as vLLM has: %d of the policy's %d tokens are compared",
+            *(self._label, len(probe) - 1, len(token_ids)),
+        )
+        for token, entry in zip(probe, found, strict=True):
+            text, said = decode([token]), entry.get(str(token), {}).get("decoded_token")
             if said is not None and _UNDECODABLE not in text and said != text:
-                raise ConfigError(
-                    f"{self._label} must have the policy's tokens: {token} is {said!r} there and {text!r} here"
-                )
+                raise self._has_another(token, said, text)
+
+    async def _are_compared(self, token_ids: Sequence[int], decode: Decode) -> bool:
+        """Compare all tokens; False where the server does not tell them. Raises ``ConfigError`` with the first that differs.
+
+        Each token stands before the first one, so that no two tokens pass for two others with the same text.
+        """
+        tokens = [each for token in token_ids for each in (token, token_ids[0])]
+        there = await self._text(tokens)
+        if there is not None and there != decode(tokens):
+            ends = range(2, len(tokens), 2)
+            index = bisect.bisect_left(ends, True, key=lambda end: not there.startswith(decode(tokens[:end])))
+            token = token_ids[index]
+            raise self._has_another(token, await self._text([token]), decode([token]))
+        return there is not None
+
+    def _has_another(self, token: int, there: str | None, here: str) -> ConfigError:
+        return ConfigError(f"{self._label} must have the policy's tokens: {token} is {there!r} there and {here!r} here")
+
+    async def _text(self, token_ids: Sequence[int]) -> str | None:
+        answer = await self._http.post(self._detokenize_url, json={"tokens": list(token_ids)})
+        return str(answer.json()["prompt"]) if answer.is_success else None
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens at temperature 1; waits while the server is gone.
@@ -122,7 +159,7 @@ class ServedTeacher:
         if self._model is None:
             models = await self._http.get("/models")
             models.raise_for_status()
-            (first, *_) = models.json()["data"]
+            first = models.json()["data"][0]
             self._context, self._model = first.get("max_model_len"), str(first["id"])
         if self._context is not None and len(token_ids) >= self._context:
             raise InferenceError(

@@ -34,6 +34,11 @@ from tests.cpu.tiny_policies import VOCABULARY, trajectories, write_policy, writ
 TEACHERS = "trainer.algorithm.distillation.teachers"
 
 
+def decode(token_ids: Sequence[int]) -> str:
+    """In the policy's vocabulary."""
+    return "".join(f"<{token}>" for token in token_ids)
+
+
 @dataclass
 class Server:
     """Scores prompts as vLLM does."""
@@ -45,7 +50,15 @@ class Server:
     """So many are answered without scores first, as vLLM answers what it has not finished when it is told to end."""
     context: int | None = None
     """What it says of its own."""
+    texts: dict[int, str] | None = None
+    """Of the tokens that are others than the policy's; None: it does not tell them."""
     asked: list[list[int]] = field(default_factory=list)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        if self.texts is None:
+            return JSONResponse({"error": "unknown path"}, 404)
+        tokens = (await request.json())["tokens"]
+        return JSONResponse({"prompt": "".join(self.texts.get(token, decode([token])) for token in tokens)})
 
     async def models(self, request: Request) -> JSONResponse:
         return JSONResponse({"data": [{"id": "teacher", "max_model_len": self.context}]})
@@ -65,7 +78,7 @@ class Server:
             return JSONResponse({"error": "longer than the model's context"}, 400)
         scores = await self.policy.logprobs(prompt)
         entries = [
-            {str(token): {"logprob": score, "decoded_token": f"<{token}>"}}
+            {str(token): {"logprob": score, "decoded_token": decode([token])}}
             for token, score in zip(prompt[1:], scores, strict=True)
         ]
         return JSONResponse({"choices": [{"prompt_logprobs": [None, *entries]}]})
@@ -76,6 +89,7 @@ class Server:
             routes=[
                 Route("/v1/models", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
             ]
         )
         async with start_server(app) as (host, port):
@@ -109,7 +123,7 @@ async def test_a_request_that_a_server_aborts_as_it_ends_is_sent_again(server: S
         assert len(await teacher._until_scored([1, 2, 3])) == 3
         server.num_aborted = 1
         with pytest.raises(ConfigError, match="gives no prompt log-probs"):
-            await teacher.check([3, 4], ["<3>", "<4>"])
+            await teacher.check([3, 4], decode)
     await server.policy.close()
 
 
@@ -140,13 +154,41 @@ async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(s
         server.num_failures = 0
         with pytest.raises(InferenceError, match="refuses 60 tokens: .*longer than the model's context"):
             await teacher._until_scored([1] * 60)
-        await teacher.check([3, 4], ["<3>", "<4>"])
-        with pytest.raises(ConfigError, match="must have the policy's tokens: 4 is '<4>' there and 'x' here"):
-            await teacher.check([3, 4], ["<3>", "x"])
     with pytest.raises(
         ConfigError, match="must be an OpenAI-compatible server that gives prompt log-probs: ConnectError"
     ):
-        await ServedTeacher("math", "http://127.0.0.1:9/v1", api_key=None, timeout_s=1.0).check([3, 4], ["<3>", "<4>"])
+        await ServedTeacher("math", "http://127.0.0.1:9/v1", api_key=None, timeout_s=1.0).check([3, 4], decode)
+    await server.policy.close()
+
+
+async def test_a_server_of_another_vocabulary_is_refused_with_the_first_token_that_differs(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = range(VOCABULARY)
+    async with server.teacher() as teacher:
+        for server.texts, differing in (
+            ({20: "x", 31: "<32>"}, "20 is 'x' there and '<20>' here"),
+            ({0: "x", 31: "y"}, "0 is 'x'"),
+            ({VOCABULARY - 1: ""}, f"{VOCABULARY - 1} is ''"),
+            ({20: "<20><21", 21: ">"}, "20 is '<20><21' there"),
+        ):
+            with pytest.raises(ConfigError, match=f"teacher math at .* must have the policy's tokens: {differing}"):
+                await teacher.check(ids, decode)
+        server.texts = {}
+        await teacher.check(ids, decode)
+        assert not caplog.messages
+    await server.policy.close()
+
+
+async def test_of_a_server_that_does_not_tell_its_tokens_a_few_are_compared_which_is_logged(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server.teacher() as teacher:
+        await teacher.check(range(VOCABULARY), decode)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "has no /detokenize, as vLLM has: 16 of the policy's 48 tokens are compared" in caplog.text
+        with pytest.raises(ConfigError, match="must have the policy's tokens: 47 is '<47>' there and 'x' here"):
+            await teacher.check(range(VOCABULARY), lambda ids: decode(ids).replace("<47>", "x"))
     await server.policy.close()
 
 
