@@ -1,33 +1,82 @@
-"""A run with a local teacher, as a user starts it, loses it and resumes it."""
+"""Runs with teachers as a user starts them: one is killed and resumed; one has two teachers, of which vLLM's own server is one."""
 
+import asyncio
+import json
 import signal
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.errors import ConfigError
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot
 from skyrl_async.metrics.tracker import read_rows
-from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, state
+from skyrl_async.record.files import read_samples
+from skyrl_async.tasks.registry import get_task
+from skyrl_async.tasks.tiny_policy import PolicySizes, prepare_initial_policy
+from skyrl_async.training.backends.settings import TrainingSettings
+from skyrl_async.training.workers.in_process import InProcessPolicy
+from skyrl_async.training.workers.served_teacher import ServedTeacher
+from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, seconds_beside_gradients, state
 
 DISTILLATION = "trainer.algorithm.distillation"
 
 
-@pytest.mark.slow
-def test_a_killed_run_with_a_teachers_likeliest_tokens_goes_on_with_the_groups_that_waited(
-    tmp_path: Path, forked_workers: None
-) -> None:
-    teacher, student = tmp_path / "teacher", tmp_path / "student"
-    common = (*SMALL, *NO_VLLM)
-    assert run(*common, "trainer.num_steps=1", f"trainer.output_dir={teacher}", cwd=tmp_path, is_forked=True).code == 0
-    model = AutoModelForCausalLM.from_pretrained(teacher / "policy")
+def write_teacher(directory: Path, policy_dir: Path, scale: float) -> Path:
+    """The policy with larger weights: likes other tokens than a policy without a warm start, which is unsure of all."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0)  # likes other tokens than a policy without a warm start, which is unsure of all
-    model.save_pretrained(teacher / "policy")
+            parameter.mul_(scale)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def policy_dir(tmp_path: Path) -> Path:
+    """The policy that the default task begins with."""
+    return prepare_initial_policy(tmp_path / "cache", get_task("lagged_fibonacci"), PolicySizes(), seed=0)
+
+
+@asynccontextmanager
+async def vllm_server(policy_dir: Path) -> AsyncIterator[str]:
+    """vLLM's own OpenAI server; yields its address. Its core is started as our engines' is, which takes half the time."""
+    llm = boot(
+        VLLMEngineConfig(name="teacher", policy_dir=str(policy_dir), extra_args={"logprobs_mode": "raw_logprobs"})
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+            arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(policy_dir)])
+            tasks = await llm.get_supported_tasks()
+            app = build_app(arguments, tasks, llm.model_config)
+            await init_app_state(llm, app.state, arguments, tasks)
+        async with start_server(app) as (host, port):
+            yield f"http://{host}:{port}/v1"
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_a_teachers_likeliest_tokens_goes_on_with_the_groups_that_waited(
+    tmp_path: Path, policy_dir: Path, forked_workers: None
+) -> None:
+    student = tmp_path / "student"
     distilling = (
-        *common,
-        f"{DISTILLATION}.teachers={{t: {teacher / 'policy'}}}",
+        *(*SMALL, *NO_VLLM),
+        f"{DISTILLATION}.teachers={{t: {write_teacher(tmp_path / 'teacher', policy_dir, 3.0)}}}",
         f"{DISTILLATION}.top_k=16",
         f"trainer.output_dir={student}",
     )
@@ -35,14 +84,73 @@ def test_a_killed_run_with_a_teachers_likeliest_tokens_goes_on_with_the_groups_t
         for step in range(2, 40):
             command.wait_for_step(step)
             command.process.send_signal(signal.SIGSTOP)
-            if state(student)[2]:  # finished groups wait in the checkpoint
-                break
+            if state(student)[2] and seconds_beside_gradients("teacher_logp", student):
+                break  # finished groups wait in the checkpoint
             command.process.send_signal(signal.SIGCONT)
         command.process.send_signal(signal.SIGKILL)
         command.finish()
+    assert seconds_beside_gradients("teacher_logp", student) > 0, "the teacher did not work beside training"
     first = state(student)[1]["step"]
     last = f"trainer.num_steps={first + 2}"
     resumed = run(*distilling, last, "trainer.resume_mode=latest", cwd=tmp_path, is_forked=True)
     assert resumed.code == 0, resumed.stderr
     found = [row["policy/teacher_kl"] for row in read_rows(student / "metrics.jsonl") if "reward/mean" in row]
     assert len(found) == first + 2 and min(found) > 0.1
+
+
+@pytest.mark.slow
+async def test_each_sample_is_scored_by_the_teacher_of_its_prompt_in_a_directory_or_behind_vllms_own_server(
+    tmp_path: Path, policy_dir: Path, forked_workers: None
+) -> None:
+    directories = {
+        name: write_teacher(tmp_path / name, policy_dir, scale) for name, scale in (("near", 2.0), ("far", 3.0))
+    }
+    models = {name: InProcessPolicy(TrainingSettings(policy_path=str(path))) for name, path in directories.items()}
+    lines = [
+        json.dumps(
+            {
+                "uid": f"{teacher}-{number}",
+                "prompt": [{"role": "user", "content": f"Extend 3{number:03} until 0."}],
+                "env_class": "lagged_fibonacci",
+                "reward_spec": {"ground_truth": "3"},
+                "judge": teacher,
+            }
+        )
+        for number in range(100, 116)
+        for teacher in directories
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    async with vllm_server(directories["far"]) as url:
+        outcome = await asyncio.to_thread(
+            run,
+            *(*SMALL, *NO_VLLM),
+            *("task=dataset", f"task.train_files=[{tmp_path / 'train.jsonl'}]", f"policy.path={policy_dir}"),
+            f"{DISTILLATION}.teachers={{near: {directories['near']}, far: '{url}'}}",
+            f"{DISTILLATION}.teacher_key=judge",
+            *("trainer.num_steps=3", f"trainer.output_dir={tmp_path / 'run'}"),
+            cwd=tmp_path,
+            is_forked=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+        ids = sorted(tokenizer.get_vocab().values())
+        teacher = ServedTeacher("far", url, api_key=None, timeout_s=1.0)
+        other = tokenizer.decode([200])
+        with pytest.raises(
+            ConfigError, match="far at .* must have the policy's tokens: 200 is .* there and '<other>' here"
+        ):
+            await teacher.check(ids, lambda tokens: tokenizer.decode(tokens).replace(other, "<other>"))
+        await teacher.close()
+    assert outcome.code == 0, outcome.stderr
+    rows = read_samples(tmp_path / "run").to_pylist()
+    assert {row["uid"].partition("-")[0] for row in rows} == set(directories) and len(rows) >= 12
+    for row in rows:
+        prompt, response = row["prompt_token_ids"], row["response_token_ids"]
+        scores = {
+            name: (await model.logprobs([*prompt, *response]))[len(prompt) - 1 :] for name, model in models.items()
+        }
+        mine = scores.pop(row["uid"].partition("-")[0])
+        np.testing.assert_allclose(row["teacher_logprobs"], mine, atol=1e-4)
+        (others,) = scores.values()
+        assert np.abs(np.subtract(others, mine)).max() > 0.1
+    for model in models.values():
+        await model.close()
