@@ -57,6 +57,11 @@ def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | Non
     from transformers import AutoTokenizer
 
     key = f"{_KEY}.teachers.{name}"
+    if not directory.is_dir():
+        raise PolicyError(
+            f"{key}={directory} must be a local directory, which does not exist, or the address of a server, which begins with http:// or "
+            "https://"
+        )
     sizes = [
         text_config(read_config(str(path), key_of)).get("vocab_size")
         for path, key_of in ((directory, key), (policy_dir, "policy.path"))

@@ -247,6 +247,7 @@ def set_value(tree: DictConfig, key: str, value: Any) -> None:
         known = all_keys()[key]
         words = known.type_text.split(" or ")
         hint = hint_for_value(key, value) or (did_you_mean(value, words) if isinstance(value, str) else "")
+        hint = f"; write {key}={{name: {value}}}" if known.is_open else hint
         raise ConfigError(f"{key} must be {known.type_text}, got {value!r}{hint}") from error
 
 

@@ -136,7 +136,7 @@ async def test_each_sample_is_scored_by_the_teacher_of_its_prompt_in_a_directory
         teacher = ServedTeacher("far", url, api_key=None, timeout_s=1.0)
         other = tokenizer.decode([200])
         with pytest.raises(
-            ConfigError, match="far at .* must have the policy's tokens: 200 is .* there and '<other>' here"
+            ConfigError, match="teachers.far=http.* must have the policy's tokens: 200 is .* there and '<other>' here"
         ):
             await teacher.check(ids, lambda tokens: tokenizer.decode(tokens).replace(other, "<other>"))
         await teacher.close()

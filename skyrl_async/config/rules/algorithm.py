@@ -5,6 +5,7 @@ They import the functions that the configuration names, and compute nothing.
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from skyrl_async.config.schema.algorithm import KlControl, RefLogp, SequenceMaskMetric, TisRatioType
 from skyrl_async.config.schema.run import Config
@@ -127,6 +128,8 @@ def distillation_rules(config: Config) -> Iterator[str]:
     for name, place in teachers.items():
         if not place:
             yield f"{key}.{name} must be a directory or the address of a server, got nothing"
+        if is_url(place) and not _has_host(place):
+            yield f"{key}.{name} must be an address such as http://host:8000/v1, got {place}"
         if is_url(place) and top_k is not None:
             yield (
                 f"{key}.{name} must be a local directory with trainer.algorithm.distillation.top_k={top_k}, got {place}: servers give no "
@@ -150,6 +153,15 @@ def local_teachers(config: Config) -> dict[str, str]:
 def is_url(teacher: str) -> bool:
     """Whether a teacher is a server."""
     return teacher.startswith(("http://", "https://"))
+
+
+def _has_host(url: str) -> bool:
+    """Whether it names a host, and a port that is a number or none."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def worker_rules(config: Config) -> Iterator[str]:

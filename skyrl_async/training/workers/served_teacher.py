@@ -37,6 +37,19 @@ class _NoScoresError(InferenceError):
     """An answer without scores: the server gives none, or ends and has aborted the request."""
 
 
+def _told(error: Exception) -> str:
+    """What a check failed of, in words."""
+    if isinstance(error, httpx.HTTPStatusError):
+        code = error.response.status_code
+        is_refused = code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+        return f"{error.request.url} answers {code}" + (
+            ", see trainer.algorithm.distillation.api_key" if is_refused else ""
+        )
+    if isinstance(error, httpx.HTTPError):
+        return f"nobody answers there ({type(error).__name__}: {error})"
+    return str(error) if isinstance(error, InferenceError) else "what answers there is another kind of server"
+
+
 class ServedTeacher:
     """One server. ``close`` last.
 
@@ -49,6 +62,7 @@ class ServedTeacher:
 
     def __init__(self, name: str, url: str, *, api_key: str | None, timeout_s: float) -> None:
         self._label = f"teacher {name} at {url}"
+        self._key = f"trainer.algorithm.distillation.teachers.{name}={url}"
         self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -77,7 +91,8 @@ class ServedTeacher:
             found = await self._scored(probe)
         except (httpx.HTTPError, InferenceError, *_OTHER_ANSWERS) as error:
             raise ConfigError(
-                f"{self._label} must be an OpenAI-compatible server that gives prompt log-probs: {error!r}"
+                f"{self._key} must be the address, with /v1, of an OpenAI-compatible server that gives prompt log-probs, as vLLM's does: "
+                f"{_told(error)}"
             ) from error
         if are_compared:
             return
@@ -105,7 +120,7 @@ class ServedTeacher:
         return there is not None
 
     def _has_another(self, token: int, there: str | None, here: str) -> ConfigError:
-        return ConfigError(f"{self._label} must have the policy's tokens: {token} is {there!r} there and {here!r} here")
+        return ConfigError(f"{self._key} must have the policy's tokens: {token} is {there!r} there and {here!r} here")
 
     async def _text(self, token_ids: Sequence[int]) -> str | None:
         answer = await self._http.post(self._detokenize_url, json={"tokens": list(token_ids)})

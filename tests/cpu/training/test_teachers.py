@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from skyrl_async.columns import repeated
@@ -19,6 +19,7 @@ from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import Prompts
 from skyrl_async.composition.logprobs import teacher_settings, training_settings
 from skyrl_async.composition.teachers import check_teachers, teacher_work
+from skyrl_async.config.load import from_overrides
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import ConfigError, InferenceError, PolicyError, TrainingError
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -154,11 +155,30 @@ async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(s
         server.num_failures = 0
         with pytest.raises(InferenceError, match="refuses 60 tokens: .*longer than the model's context"):
             await teacher._until_scored([1] * 60)
-    with pytest.raises(
-        ConfigError, match="must be an OpenAI-compatible server that gives prompt log-probs: ConnectError"
-    ):
-        await ServedTeacher("math", "http://127.0.0.1:9/v1", api_key=None, timeout_s=1.0).check([3, 4], decode)
     await server.policy.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("html", "what answers there is another kind of server"),
+        ("v2", "http.*/v2/models answers 404"),
+        ("private", "http.*/models answers 401, see trainer.algorithm.distillation.api_key"),
+        (None, r"nobody answers there \(ConnectError: .+\)"),
+    ],
+)
+async def test_an_address_that_is_no_teachers_is_refused_with_what_was_found_there(path: str | None, told: str) -> None:
+    def answer(request: Request) -> Response:
+        return PlainTextResponse("<html>", 401 if "private" in request.url.path else 200)
+
+    kinds = ("html", "private")
+    app = Starlette(routes=[Route(f"/{kind}/{{path:path}}", answer, methods=["GET", "POST"]) for kind in kinds])
+    async with start_server(app) as (host, port):
+        url = "http://127.0.0.1:9/v1" if path is None else f"http://{host}:{port}/{path}"
+        teacher = ServedTeacher("math", url, api_key=None, timeout_s=1.0)
+        with pytest.raises(ConfigError, match=f"distillation.teachers.math={url} must be the address, .*: {told}"):
+            await teacher.check([3, 4], decode)
+        await teacher.close()
 
 
 async def test_a_server_of_another_vocabulary_is_refused_with_the_first_token_that_differs(
@@ -172,7 +192,7 @@ async def test_a_server_of_another_vocabulary_is_refused_with_the_first_token_th
             ({VOCABULARY - 1: ""}, f"{VOCABULARY - 1} is ''"),
             ({20: "<20><21", 21: ">"}, "20 is '<20><21' there"),
         ):
-            with pytest.raises(ConfigError, match=f"teacher math at .* must have the policy's tokens: {differing}"):
+            with pytest.raises(ConfigError, match=f"teachers.math=http.* must have the policy's tokens: {differing}"):
                 await teacher.check(ids, decode)
         server.texts = {}
         await teacher.check(ids, decode)
@@ -247,6 +267,8 @@ def test_each_prompt_names_its_teacher_and_a_directory_has_the_policys_tokens(tm
         PolicyError, match=r"teachers.t=.*other must have the policy's tokens: \d+ is '.*' there and '.*' here"
     ):
         check_teachers(config_of(f"{TEACHERS}={{t: {other}}}"), policy, prompts({}))
+    with pytest.raises(PolicyError, match="teachers.t=host:8000/v1 must be .* which begins with http:// or https://"):
+        check_teachers(config_of(f"{TEACHERS}={{t: 'host:8000/v1'}}"), policy, prompts({}))
 
 
 def test_the_likeliest_tokens_are_asked_of_a_local_teacher_with_as_many_tokens_as_the_policy(tmp_path: Path) -> None:
@@ -286,6 +308,17 @@ def test_with_top_k_the_divergence_is_in_the_loss_alone_and_rewards_keep_their_a
         settings = training_settings(config, Path("/policy"), num_steps=1)
         assert (settings.teacher_coef, settings.num_top_tokens) == (0.3, 0)
         assert teacher_settings(config, "/x").num_top_tokens == 4
+
+
+@pytest.mark.parametrize("place", ["http://host:80a/v1", "http:///v1", "https://:8000"])
+def test_an_address_without_a_host_or_with_another_port_than_a_number_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match=f"teachers.t must be an address such as http://host:8000/v1, got {place}"):
+        config_of(f"{TEACHERS}={{t: '{place}'}}")
+
+
+def test_a_teacher_without_a_name_is_refused_with_how_to_name_it() -> None:
+    with pytest.raises(ConfigError, match=r"teachers must be dictionary, got '/x'; write .*teachers=\{name: /x\}"):
+        from_overrides(f"{TEACHERS}=/x")
 
 
 def test_a_server_scores_at_temperature_1_only() -> None:
