@@ -91,6 +91,7 @@ def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
         "async_speedup",
         "control_plane",
         "delta",
+        "distillation_runs",
         "endpoint_freeze",
         "endpoint_overhead",
         "estimator_runs",
