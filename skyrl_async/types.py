@@ -199,20 +199,23 @@ class Completion(EngineOutput):
     """Engines that sampled it, in order of their first call; empty where unknown."""
     engine_seconds: float | None = field(default=None, compare=False)
     """Seconds of its engine calls, added up; None where unknown."""
+    asked_at: float | None = field(default=None, compare=False)
+    """When it was asked for, Unix time; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompletionDelta(EngineOutput):
     """A block of a streamed generation. The joined texts of all blocks are the completion's text.
 
-    ``finish_reason`` is ``stop`` or ``length`` in the last block, which alone has ``num_aborts``, ``engines`` and ``engine_seconds``, of
-    the whole generation.
+    ``finish_reason`` is ``stop`` or ``length`` in the last block, which alone has ``num_aborts``, ``engines``, ``engine_seconds`` and
+    ``asked_at``, of the whole generation.
     """
 
     text: str
     """New text, without incomplete characters and possible beginnings of a stop string."""
     engines: tuple[str, ...] = field(default=(), compare=False)
     engine_seconds: float | None = field(default=None, compare=False)
+    asked_at: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +260,8 @@ class RowMessage:
     """Engines that sampled a reply, in order of their first call."""
     engine_seconds: float | None = field(default=None, compare=False)
     """Seconds of a reply's engine calls."""
+    asked_at: float | None = field(default=None, compare=False)
+    """When a reply was asked for, Unix time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

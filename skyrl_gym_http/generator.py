@@ -166,6 +166,7 @@ def parse_reply(reply: ChatCompletion) -> Turn:
             num_aborts=int(found.get("num_aborts") or 0),
             engines=tuple(found.get("engines") or ()),
             engine_seconds=found.get("engine_seconds"),
+            asked_at=found.get("asked_at"),
         )
         text_ends = column(_extension(found, "text_ends", num_tokens), np.int32, "text_ends")
     except ValueError as error:

@@ -55,6 +55,8 @@ class RowTurn:
     """Engines that sampled it, in order of their first call."""
     engine_seconds: float | None = None
     """Seconds of its engine calls."""
+    asked_at: float | None = None
+    """When it was asked for, Unix time."""
 
 
 class TurnSplitter:
@@ -213,6 +215,7 @@ def _with_message(turn: RowTurn, message: RowMessage) -> RowTurn:
         name=message.name,
         engines=message.engines,
         engine_seconds=message.engine_seconds,
+        asked_at=message.asked_at,
     )
 
 

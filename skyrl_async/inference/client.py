@@ -190,6 +190,7 @@ class InferenceEngineClient:
             text=text.finish()[0],
             engines=tuple(state.engines),
             engine_seconds=state.engine_seconds,
+            asked_at=state.asked_at,
             **state.fields() | {"num_aborts": state.num_aborts + num_restarts},
         )
 
@@ -237,6 +238,7 @@ class InferenceEngineClient:
                         "num_aborts": state.num_aborts,
                         "engines": tuple(state.engines),
                         "engine_seconds": state.engine_seconds,
+                        "asked_at": state.asked_at,
                     }
                 new_text = text.finish()[1] if is_last else text.take()
                 yield CompletionDelta(text=new_text, **fields_of(block) | of_all)

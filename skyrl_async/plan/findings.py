@@ -33,19 +33,19 @@ def _drift(run: Measured) -> Iterator[str]:
     change = float(last.mean() - first.mean())
     if abs(change) > max(_STANDARD_ERRORS * error, _DRIFT * float(first.mean())):
         yield (
-            f"lengths drift: {first.mean():.0f} tokens per sample in the first third of the steps, {last.mean():.0f} in the last; "
+            f"lengths drift: {first.mean():.0f} tokens per reply in the first third of the steps, {last.mean():.0f} in the last; "
             f"the forecast is for {calls.num_tokens.mean():.0f}"
         )
 
 
 def _hanging_environments(run: Measured) -> Iterator[str]:
-    """A few samples take most of the environments' time."""
+    """After a few replies environments take most of their time."""
     seconds = run.calls.environment_seconds
     median = float(np.median(seconds))
     slow = seconds[(seconds > _HANG_FACTOR * median) & (seconds > run.mean("timing/step"))]
     if len(slow) and slow.sum() > _HANG_SHARE * seconds.sum():
         yield (
-            f"environments hang: {len(slow)} of {len(seconds)} samples waited {slow.mean():.1f} s in the mean for theirs, the median "
+            f"environments hang: {len(slow)} of {len(seconds)} replies waited {slow.mean():.1f} s in the mean for theirs, the median "
             f"{median:.2g} s; they are {slow.sum() / seconds.sum():.0%} of all its time, and how often it happens is known to "
             f"+-{100 / len(slow) ** 0.5:.0f} %"
         )

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.config.schema.run import Config
-from skyrl_async.plan.measured import Floats, Measured
+from skyrl_async.plan.calls import Floats
+from skyrl_async.plan.measured import Measured
 from skyrl_async.simulator.models import Turn
 from skyrl_async.simulator.run import SimulationSettings
 from skyrl_async.types import PauseMode

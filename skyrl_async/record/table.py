@@ -68,6 +68,7 @@ def schema() -> "pa.Schema":
             "name": pa.string(),
             "engines": pa.list_(pa.string()),
             "engine_seconds": pa.float64(),
+            "asked_at": pa.float64(),
         }
     )
     span = pa.struct({"version": pa.int32(), "start": pa.int32(), "end": pa.int32()})

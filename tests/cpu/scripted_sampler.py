@@ -73,6 +73,7 @@ class ScriptedSampler:
             num_aborts=1,
             engines=deltas[-1].engines,
             engine_seconds=deltas[-1].engine_seconds,
+            asked_at=deltas[-1].asked_at,
             top_logprobs=tuple(t for d in deltas for t in d.top_logprobs),
         )
 
@@ -123,6 +124,7 @@ def _delta(block: str, index: int, sampling: SamplingParams, room: int, *, is_la
         finish_reason=finish,
         engines=(ENGINE,) if finish else (),
         engine_seconds=0.5 if finish else None,
+        asked_at=100.0 if finish else None,
         top_logprobs=tuple(((i, logprob),) for i in ids) if sampling.num_top_logprobs else (),
     )
 

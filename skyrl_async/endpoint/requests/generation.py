@@ -200,6 +200,7 @@ def _joined(prompt_token_ids: TokenIds, deltas: Sequence[CompletionDelta]) -> Co
         text=text,
         engines=last.engines,
         engine_seconds=last.engine_seconds,
+        asked_at=last.asked_at,
         **fields_of(joined(deltas)),
     )
 

@@ -135,6 +135,6 @@ def _messages(path: Sequence[Turn]) -> Iterator[RowMessage]:
         added = turn.addition
         yield from (replace(message, start=place) if place else message for message in turn.before)
         place += len(added.prompt_token_ids)
-        of_reply = {"is_reply": True, "engines": added.engines, "engine_seconds": added.engine_seconds}
-        yield from row_messages([turn.message], place, **of_reply)
+        of_reply = {name: getattr(added, name) for name in ("engines", "engine_seconds", "asked_at")}
+        yield from row_messages([turn.message], place, is_reply=True, **of_reply)
         place += len(added.token_ids)

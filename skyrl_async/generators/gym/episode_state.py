@@ -165,6 +165,7 @@ class TrajectoryBuilder:
             tool_calls=() if call is None else (call,),
             engines=completion.engines,
             engine_seconds=completion.engine_seconds,
+            asked_at=completion.asked_at,
         )
         tool = None if call is None else call.name
         roles = [str(message.get("role")) for message in observations]

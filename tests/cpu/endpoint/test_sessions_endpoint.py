@@ -46,7 +46,9 @@ async def test_a_chat_of_four_turns_with_tools_is_one_exact_row(is_streamed: lis
     assert not row["is_truncated"] and not row["is_abandoned"]
     assert [span["version"] for span in row["policy_versions"]][:4] == [7, 8, -1, 7]
     replies = [message for message in row["messages"] if message["is_reply"]]
-    assert [(said["engines"], said["engine_seconds"]) for said in replies] == [([ENGINE], 0.5)] * 4
+    assert [(said["engines"], said["engine_seconds"], said["asked_at"]) for said in replies] == [
+        ([ENGINE], 0.5, 100.0)
+    ] * 4
     called = [message["tool_calls"] for message in messages if message.get("tool_calls")]
     assert [[call["id"] for call in said["tool_calls"]] for said in replies[:2]] == [[one["id"]] for (one,) in called]
     assert replies[0]["tool_calls"][0]["name"] == "f" and json.loads(replies[0]["tool_calls"][0]["arguments"]) == {

@@ -74,6 +74,7 @@ class ScriptedSampler:
             num_aborts=self._num_aborts,
             engines=("engine-3",),
             engine_seconds=0.5,
+            asked_at=100.0 + turn,
         )
 
     def stream_tokens(self, *args: Any, **kwargs: Any) -> AsyncIterator[CompletionDelta]:
@@ -205,6 +206,7 @@ async def test_a_tools_call_and_its_result_are_turns_of_the_row(play: Play) -> N
     assert turns[1].tool_calls == (ToolCall(name="calculator", arguments="6*7"),) and not turns[3].tool_calls
     assert turns[2].name == "calculator" and "= 42" in turns[2].text
     assert [(turn.engines, turn.engine_seconds) for turn in turns[1::2]] == [(("engine-3",), 0.5)] * 2
+    assert [turn.asked_at for turn in turns] == [None, 100.0, None, 101.0]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
+from skyrl_async.plan.calls import Samples, turns_by_group, waiting_seconds
 from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf
-from skyrl_async.plan.measured import measured, waiting_seconds
+from skyrl_async.plan.measured import measured
 from skyrl_async.plan.model import fit, non_negative_least_squares
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.models import Turn
@@ -179,6 +180,18 @@ def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None
     # An update at 5 gives all places anew, to the same.
     assert waiting_seconds(begin, end, order, np.array([5.0]), places, capacity=1).tolist() == [0.0, 6.0, 3.0]
     assert waiting_seconds(begin, end, order, np.array([]), places, capacity=2).tolist() == [0.0, 0.0, 3.0]
+
+
+def test_replies_are_placed_where_they_were_asked_for(run_dir: Path) -> None:
+    """A sample of 8 s: it asks after 0 and 3 s, waits 2 and 1 s for 10 and 30 tokens, and its environments take 1 and 4 s."""
+    spans = ({"start": 0, "end": 12}, {"start": 12, "end": 48})
+    asked = ({"asked_at": 50.0, "engine_seconds": 2.0}, {"asked_at": 53.0, "engine_seconds": 1.0})
+    nothing = {"asked_at": None, "engine_seconds": None, "start": 48, "end": 60}
+    turns = [span | of_turn for span, of_turn in zip(spans, asked, strict=True)] + [nothing]
+    row = {"turns": turns, "seconds": 8.0, "num_turns": 2, "num_sampled_tokens": 40, "admission_index": 5, "step": 1}
+    assert turns_by_group([row]) == ((((10, 1.0), (30, 4.0)),),)
+    samples = Samples([row], np.array([100.0]), (), measured(run_dir).config)
+    assert (samples.begin.tolist(), samples.end.tolist()) == ([100.0, 103.0], [102.0, 104.0])
 
 
 def test_a_steady_run_has_no_findings(run_dir: Path) -> None:

@@ -104,8 +104,9 @@ def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs
         [row for row in read_samples(run).drop_columns(["row", "seconds"]).to_pylist() if row["outcome"] == "trained"]
         for run in runs
     )
-    seconds = [turn.pop("engine_seconds") for row in (*first, *second) for turn in row["turns"]]
-    assert sum(time is not None for time in seconds) == len(first) + len(second), "one answer per row"
+    for name in ("engine_seconds", "asked_at"):
+        times = [turn.pop(name) for row in (*first, *second) for turn in row["turns"]]
+        assert sum(time is not None for time in times) == len(first) + len(second), "one answer per row"
     assert first == second and all(row["response_token_ids"] and row["turns"] for row in first)
     assert all(row["engines"] for row in first)
     assert all(trained["old_version"] == trained["step"] - 1 for trained in first)
