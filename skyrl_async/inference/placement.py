@@ -16,6 +16,7 @@ pays to compute the prefix there; a weight update leaves nothing cached and make
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from skyrl_async.inference.prefix_index import Prefixes, PrefixIndex, prefixes_of
 from skyrl_async.types import EngineRequest
@@ -65,6 +66,10 @@ class Placement:
         self.caches = PrefixIndex()
         self._running: dict[str, _Running] = {}
         self._weights: defaultdict[str, float] = defaultdict(float)
+        self._places: dict[str, int] = {}
+        """Engine -> its place among those that ``_emptiest`` was last asked for."""
+        self._emptiest_first: list[tuple[float, int, int, str]] = []
+        """Heap of (weight, cached blocks, place, engine), with one entry of each that is true; others are old."""
         self._newest = 0
         self._newest_at_update = -1
         self._expected = 0
@@ -86,6 +91,12 @@ class Placement:
     def _add(self, engine: str, weight: float) -> None:
         """Add to an engine's weight, rounded as weights are, so that equal sums compare equal."""
         self._weights[engine] = round(self.load(engine) + weight, 6)
+        self._note(engine)
+
+    def _note(self, engine: str) -> None:
+        """The engine's weight or cache has changed."""
+        if (place := self._places.get(engine)) is not None:
+            heappush(self._emptiest_first, (self.load(engine), self.caches.num_blocks(engine), place, engine))
 
     def choose(self, engines: Mapping[str, object], generation_id: str, call: EngineRequest) -> str:
         """The engine of a generation's next call, out of at least one. It runs there from now on."""
@@ -97,15 +108,27 @@ class Placement:
         return engine
 
     def _cheapest(self, engines: Mapping[str, object], num_tokens: int, prefixes: Prefixes) -> str:
-        """Of the engine with the least weight, of these with the fewest cached blocks, and those with the longest cached prefix."""
-        least = min(map(self._weights.__getitem__, engines))
-        emptiest = min((one for one in engines if self._weights[one] == least), key=self.caches.num_blocks)
+        """Of the emptiest engine and those with the longest cached prefix."""
+        emptiest = self._emptiest(engines)
         num_cached, holders = self.caches.longest(prefixes)
         best, price = emptiest, self._price(emptiest, num_tokens - self.caches.num_cached(emptiest, prefixes))
         for engine in holders:
             if engine in engines and (found := self._price(engine, num_tokens - num_cached)) < price:
                 best, price = engine, found
         return best
+
+    def _emptiest(self, engines: Mapping[str, object]) -> str:
+        """The engine with the least weight, of these with the fewest cached blocks. It takes no longer among a thousand than among ten."""
+        if engines.keys() != self._places.keys() or len(self._emptiest_first) > 8 * len(engines) + 64:
+            self._places = {engine: place for place, engine in enumerate(engines)}
+            self._emptiest_first = []
+            for engine in engines:
+                self._note(engine)
+        while True:
+            weight, num_blocks, _, engine = self._emptiest_first[0]
+            if (weight, num_blocks) == (self.load(engine), self.caches.num_blocks(engine)):
+                return engine
+            heappop(self._emptiest_first)
 
     def _price(self, engine: str, num_uncached: int) -> float:
         return (1 + self.load(engine)) * (SHARE_TOKENS + num_uncached)
@@ -118,9 +141,11 @@ class Placement:
         self._add(engine, running.weight)
         self._num_started += call.num_sampled_tokens == 0
         self.caches.add(engine, prefixes)
+        self._note(engine)
 
     def weights_updated(self) -> None:
         """All that engines had cached is gone, but for what running calls compute anew."""
+        self._places = {}
         self.caches.clear()
         for running in self._running.values():
             self.caches.add(running.engine, running.prefixes)
@@ -137,6 +162,7 @@ class Placement:
 
     def forget(self, engine: str) -> None:
         """The engine is gone, and its last request has ended."""
+        self._places = {}
         self._weights.pop(engine, None)
         self.caches.forget(engine)
 

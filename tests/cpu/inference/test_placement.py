@@ -187,6 +187,14 @@ class RoutingMachine(RuleBasedStateMachine):
         for name in self.engines:
             assert self.placement.load(name) == sum(engine == name for engine, _ in self.open.values())
 
+    @precondition(lambda self: self.engines)
+    @invariant()
+    def the_emptiest_is_found(self) -> None:
+        def size(name: str) -> tuple[float, int]:
+            return self.placement.load(name), self.placement.caches.num_blocks(name)
+
+        assert self.placement._emptiest(self.engines) == min(self.engines, key=size)
+
 
 TestRoutingMachine = RoutingMachine.TestCase
 TestRoutingMachine.settings = settings(stateful_step_count=50)
