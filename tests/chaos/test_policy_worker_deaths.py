@@ -147,7 +147,7 @@ def test_policy_and_critic_workers_that_are_killed_end_a_run_without_restarts_an
     assert "not restarted: trainer.max_restarts=0 are used up. Continue with trainer.resume_mode=latest" in ended.error
     assert f"the last checkpoint is {state(run_dir)[0]}\n" in ended.error
     first, trained = state(run_dir)[1]["step"], assert_ledger_is_exact(run_dir)
-    last = first + 4
+    last = first + 6
     resume = [f"trainer.num_steps={last}", "trainer.resume_mode=latest"]
     with Command([*overrides, *resume], cwd=tmp_path) as command:
         command.wait_for_step(first + 2)
