@@ -27,7 +27,7 @@ from skyrl_async.checkpoint import columns_file
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState, read_state
 from skyrl_async.checkpoint.columns_file import ColumnsWriter, read_columns, with_columns
 from skyrl_async.checkpoint.files import write_json_list, write_manifest
-from skyrl_async.errors import CheckpointError
+from skyrl_async.errors import CheckpointError, WorkerDiedError
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.group_state import RunningGroup, SampleState
 from skyrl_async.simulator.models import ModelledPolicy
@@ -498,6 +498,18 @@ async def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new_one(
 
     assert await writer.try_write(FilesPolicy("new"), state(step)) == tmp_path / f"global_step_{step}"
     assert writer.failure is None and writer.num_failures == 1
+
+
+async def test_a_critic_that_has_died_raises_its_error_and_leaves_nothing_of_the_new_checkpoint(tmp_path: Path) -> None:
+    class DeadCritic(FilesPolicy):
+        async def save(self, directory: Path) -> None:
+            raise WorkerDiedError("critic-worker-0 died")
+
+    await write(tmp_path, 2, "old")
+    writer = checkpointer(tmp_path)
+    with pytest.raises(WorkerDiedError, match="critic-worker-0 died"):
+        await writer.try_write(FilesPolicy("new"), state(4), DeadCritic(""))  # type: ignore[arg-type]
+    assert names_in(tmp_path) == ["global_step_2", "latest_ckpt_global_step.txt"]
 
 
 FULL_TMPFS = """
