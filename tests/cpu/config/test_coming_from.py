@@ -255,6 +255,10 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=/m trainer.critic.optimizer_config.lr=3e-6",
             "trainer.critic.model.path=/m  # a local directory; null: the policy\n  trainer.critic.optimizer_config.lr=3e-06\n",
         ),
+        (
+            "trainer.critic.model.lora.rank=8",
+            "#   trainer.critic.model.lora.rank=8: all weights of the critic train, without",
+        ),
         ("trainer.epoks=3", "#   trainer.epoks=3; did you mean trainer.epochs?"),
         ("trainer.cheese=3", "#   trainer.cheese=3: in neither SkyRL's keys nor ours"),
         (
