@@ -49,8 +49,9 @@ class RefConfig:
 @dataclass
 class CriticModelConfig:
     path: str | None = None
-    """Local Hugging Face directory of the model that the critic begins with; a value head takes the place of its output projection. Null:
-    the policy that training begins with.
+    """Local Hugging Face directory of the model that the critic begins with, with the policy's tokens; a value head takes the place of
+    its output projection. A value or reward model (one label, score.weight) begins with its own head. Null: the policy that training
+    begins with.
     """
 
 

@@ -95,10 +95,15 @@ def make_objective(settings: TrainingSettings) -> Objective:
     )
 
 
-def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def load_model(path: Path, *, trust_remote_code: bool, needs_projection: bool = True) -> PreTrainedModel:
     """Load the Hugging Face model in ``path`` in float32 on CPU, in train mode, without dropout and jitter.
 
     Either would make the policy differ from the one that sampled.
+
+    Args:
+        path: its directory.
+        trust_remote_code: passed to transformers.
+        needs_projection: whether the weights must have the output projection, which a value model lacks.
 
     Raises:
         PolicyError: the directory is missing, or lacks a config or some of the weights.
@@ -120,7 +125,9 @@ def load_model(path: Path, *, trust_remote_code: bool) -> PreTrainedModel:
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise PolicyError(f"{path} cannot be loaded by transformers: {error}") from error
-    missing = sorted(loading["missing_keys"])
+    projection = None if needs_projection else model.get_output_embeddings()
+    replaced = {name for name, module in model.named_modules() if module is projection}
+    missing = sorted(name for name in loading["missing_keys"] if name.rpartition(".")[0] not in replaced)
     if missing:
         raise PolicyError(
             f"{path} lacks {len(missing)} parameters of a {config.model_type} model, such as {missing[0]}; "

@@ -3,18 +3,25 @@
 Knows neither losses nor how the model is sharded.
 """
 
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.packing import packed_arguments
 
+_HEAD = "score.weight"
+"""transformers' name of the head of a model with one label per sequence, as reward and value models have it."""
 
-def replace_head(model: PreTrainedModel, *, seed: int) -> None:
+
+def replace_head(model: PreTrainedModel, path: Path, *, seed: int) -> None:
     """Give a causal language model one output per token. A tied output projection leaves the embeddings alone.
 
-    The head is drawn normally with a deviation of 1 / (width + 1), as SkyRL's: values begin near 0.
+    The head is the value model's in ``path``. Without one it is drawn normally with a deviation of 1 / (width + 1), as SkyRL's: values
+    begin near 0.
 
     Raises ``PolicyError`` for a model without an output projection.
     """
@@ -25,6 +32,10 @@ def replace_head(model: PreTrainedModel, *, seed: int) -> None:
     width = projection.weight.shape[1]
     head = nn.Linear(width, 1, bias=False)
     nn.init.normal_(head.weight, std=1 / (width + 1), generator=torch.Generator().manual_seed(seed))
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights, torch.no_grad():
+            if _HEAD in weights.keys() and weights.get_slice(_HEAD).get_shape() == [1, width]:  # noqa: SIM118
+                head.weight.copy_(weights.get_tensor(_HEAD))
     model.set_output_embeddings(head)
 
 

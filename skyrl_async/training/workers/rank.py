@@ -132,9 +132,10 @@ class PolicyRank:
     def _build(self, device: torch.device) -> None:
         settings = self._settings
         rank_process.seed_all(settings.seed + self._rank)
-        model = load_model(Path(settings.policy_path), trust_remote_code=settings.trust_remote_code)
+        path, trust_remote_code = Path(settings.policy_path), settings.trust_remote_code
+        model = load_model(path, trust_remote_code=trust_remote_code, needs_projection=not settings.is_critic)
         if settings.is_critic:
-            replace_head(model, seed=settings.seed)
+            replace_head(model, path, seed=settings.seed)
         self._model_type = str(model.config.model_type)
         self._device = device
         self._backend = make_backend(settings, device)
@@ -149,7 +150,7 @@ class PolicyRank:
                 self._token_logprobs, make_objective(settings), settings.temperature, self._reference
             )
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
-        does, path = "trains" if settings.trains else "holds", settings.policy_path
+        does = "trains" if settings.trains else "holds"
         logger.info("rank %d of %d %s %s: %d parameters", self._rank, self._num_ranks, does, path, num_parameters)
 
     def forward_backward(self, work: RankWork) -> dict[str, Any]:
