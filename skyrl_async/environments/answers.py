@@ -2,17 +2,18 @@
 
 ``gsm8k``, ``math``, ``math_verify`` and ``code`` have one turn; in ``code_multi_turn`` failures are told. Programs run in the sandbox.
 
-Flows in: a row's columns, then what the policy says. Flows out: the reward. Does not know tokens or who plays.
+Flows in: a row's columns, then what the policy says. Flows out: the reward. Does not know who plays.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from skyrl_async.columns import Rewards, TokenIds
 from skyrl_async.errors import ConfigError
-from skyrl_async.generators.gym.environment import finite_reward
+from skyrl_async.generators.gym.environment import turn_reward
 from skyrl_async.rewards.code_tests import judge_program, program_in, read_tests
 from skyrl_async.rewards.math_answers import (
     as_number,
@@ -30,11 +31,11 @@ DEFAULT_MAX_TURNS = 8
 """Turns of an environment of several turns, for rows without ``max_turns``."""
 _NO_PROGRAM = "no fenced block of Python"
 Extras = dict[str, Any]
-RewardFunction = Callable[[str, Extras], float]
+RewardFunction = Callable[[str, Extras], float | Sequence[float]]
 """A user's reward: called with the answer and the row's columns, ``prompt`` among them, in a thread, so it may block."""
 
 
-def ended(reward: float, **metadata: Any) -> BaseTextEnvStepOutput:
+def ended(reward: float | Rewards, **metadata: Any) -> BaseTextEnvStepOutput:
     """Return the output of a last step."""
     return BaseTextEnvStepOutput(
         observations=[], reward=reward, done=True, metadata=metadata, postprocessed_action=None
@@ -128,9 +129,11 @@ class FunctionEnv(BaseTextEnv):
         self.extras = {"prompt": prompt, **self.extras}
         return prompt, {}
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
+    def step(self, action: str, token_ids: TokenIds | None = None) -> BaseTextEnvStepOutput:
         self.turns += 1
-        return ended(finite_reward(self.function(action, self.extras), "task.reward"))
+        columns = self.extras if token_ids is None else {**self.extras, "response_token_ids": token_ids}
+        reward, by_token = turn_reward(self.function(action, columns), "task.reward")
+        return ended(reward if by_token is None else by_token)
 
 
 class CodeEnv(BaseTextEnv):

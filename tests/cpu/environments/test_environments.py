@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from skyrl_async.composition.algorithms import make_advantages
 from skyrl_async.composition.data import environment_factory, prepare_prompts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.environments.answers import FunctionEnv
@@ -14,7 +17,7 @@ from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import make_environment
-from skyrl_async.types import SamplingParams
+from skyrl_async.types import Group, SamplingParams
 from tests.cpu.config.test_config import policy_directory
 from tests.cpu.data.test_dataset import write_rows
 from tests.cpu.tiny_run import build_policy, make_client
@@ -135,6 +138,11 @@ def length_reward(answer: str, row: dict[str, Any]) -> float:
     return len(answer) / row["longest"]
 
 
+def token_reward(answer: str, row: dict[str, Any]) -> list[float]:
+    """A reward per sampled token, which grows with its place."""
+    return [place / 8 for place in range(len(row["response_token_ids"]))]
+
+
 NOT_A_FUNCTION = 3
 OWN = f"task.reward={__name__}:length_reward"
 
@@ -154,10 +162,21 @@ async def test_a_function_by_its_path_rewards_rows_that_name_no_environment(
     prompt = prepare_prompts(config).train[0]
     client, renderer = make_client(build_policy(tmp_path / "tiny"))
     generator = GymGenerator(client, renderer, environment_factory(config))
-    rows = await generator.generate(
-        GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=8), seed=1)
-    )
+    request = GroupRequest(prompt=prompt, num_samples=2, sampling=SamplingParams(max_tokens=8), seed=1)
+    rows = await generator.generate(request)
     assert len(rows) == 2 and all(0 < row.reward < 1 for row in rows)
+
+    by_token = from_overrides(
+        *own_dataset, f"task.reward={__name__}:token_reward", "trainer.algorithm.advantage_estimator=gae"
+    )
+    generator = GymGenerator(client, renderer, environment_factory(by_token))
+    rows = tuple(replace(row, values=np.zeros(len(row.logprobs))) for row in await generator.generate(request))
+    group = Group(uid=prompt.uid, admission_index=0, scheduled_version=0, trajectories=rows)
+    (found,) = make_advantages(by_token.trainer.algorithm).of_step([group])
+    for row, advantages in zip(rows, found.advantages, strict=True):
+        expected = [place / 8 for place in range(len(row.logprobs))]
+        assert row.reward == sum(expected) and row.turn_rewards == (row.reward,)
+        assert advantages.tolist() == [sum(expected[place:]) for place in range(len(expected))]
 
 
 @pytest.mark.parametrize(
