@@ -161,10 +161,8 @@ ADVANTAGE_ESTIMATORS = Registry(
         **{name: _estimator("outcome", f"{name}_advantages") for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
         "reinforce++": _estimator("reinforce_pp", "reinforce_pp_advantages", needs_mini_batch=True, needs_groups=False),
         "reinforce++_baseline": _estimator("reinforce_pp", "reinforce_pp_baseline_advantages", needs_mini_batch=True),
-        **{
-            name: _estimator(name, f"{name}_advantages", unit=Unit.TURN)
-            for name in ("turn_rloo", "gigpo", "turn_credit")
-        },
+        "turn_rloo": _estimator("turn_rloo", "turn_rloo_advantages", unit=Unit.TOKEN),
+        **{name: _estimator(name, f"{name}_advantages", unit=Unit.TURN) for name in ("gigpo", "turn_credit")},
         "running_mean": _estimator("running_mean", "running_mean_advantages", needs_groups=False, needs_baseline=True),
         "gae": _estimator("gae", "gae_advantages", unit=Unit.TOKEN, needs_groups=False, needs_values=True),
         "turn_gae": _estimator("gae", "turn_gae_advantages", unit=Unit.TURN, needs_groups=False, needs_values=True),

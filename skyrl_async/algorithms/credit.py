@@ -84,6 +84,15 @@ class SampleCredit:
         num_tokens = np.array(self.num_tokens)
         return (np.cumsum(num_tokens) - num_tokens)[num_tokens > 0]
 
+    @property
+    def earned_before(self) -> NDArray[np.float64]:
+        """(N,) what the tokens before each trained one earned in its turn; zeros unless rewards are known by token."""
+        if self.token_rewards is None:
+            return np.zeros(sum(self.num_tokens))
+        before = np.cumsum(self.token_rewards, dtype=np.float64) - self.token_rewards
+        num_tokens = np.array(self.num_tokens)
+        return before - np.repeat(before[self.first_tokens], num_tokens[num_tokens > 0])
+
     def weights(self, unit: Unit, largest: float | None) -> NDArray[np.float64]:
         """(N,) per trained token, or (J,) per trained turn: importance weights ``pi / mu``, at most ``largest``; None: 1."""
         log_ratios = self.log_ratios.astype(np.float64)

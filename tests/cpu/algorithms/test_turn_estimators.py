@@ -1,9 +1,11 @@
 """Estimators of turns against the gradient of a policy whose episodes can be enumerated, and by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ from skyrl_async.algorithms.estimators.outcome import rloo_advantages
 from skyrl_async.algorithms.estimators.turn_credit import turn_credit_advantages
 from skyrl_async.algorithms.estimators.turn_rloo import turn_rloo_advantages
 from skyrl_async.algorithms.settings import AdvantageConstants
+from tests.cpu.enumerated_policy import REWARDS as TWO_TOKEN_REWARDS
+from tests.cpu.enumerated_policy import groups_of, logits_of, policy_gradient, token_logprobs
 
 POLICY = make_policy(seed=3)
 GRADIENT = POLICY.gradient_of(lambda episode: sum(episode.rewards))
@@ -65,9 +69,40 @@ def test_with_one_turn_each_or_a_reward_at_the_end_alone_turns_get_the_advantage
 
 def test_a_turn_is_compared_with_what_the_others_earned_from_there_on() -> None:
     found = turn_rloo_advantages([sample(1.0, 0.0, 2.0), sample(0.5), sample(0.0, 1.0)], CONSTANTS)
-    assert found == [[3.0 - 0.75, 2.0 - 0.75, 2.0 - 0.75], [0.5 - 2.0], [1.0 - 1.75, 1.0 - 1.25]]
+    assert [of_sample.tolist() for of_sample in found] == [
+        [3.0 - 0.75, 2.0 - 0.75, 2.0 - 0.75],
+        [0.5 - 2.0],
+        [1.0 - 1.75, 1.0 - 1.25],
+    ]
     discounted = turn_rloo_advantages([sample(0.0, 1.0), sample(0.0)], AdvantageConstants(turn_discount=0.5))
-    assert discounted == [[0.5, 1.0], [-0.5]]
+    assert [of_sample.tolist() for of_sample in discounted] == [[0.5, 1.0], [-0.5]]
+
+
+def test_a_token_is_not_credited_with_what_earlier_tokens_of_its_turn_earned() -> None:
+    by_token = replace(sample(1.0, 2.0, num_tokens=(3, 1)), token_rewards=np.array([0.75, 0.0, 0.25, 2.0], np.float32))
+    untrained = replace(sample(4.0, 1.0, num_tokens=(0, 2)), token_rewards=np.array([0.5, 0.5], np.float32))
+    found = turn_rloo_advantages([by_token, untrained], CONSTANTS)
+    assert found[0].tolist() == [3.0 - 5.0, 2.25 - 5.0, 2.25 - 5.0, 2.0 - 1.0]
+    assert found[1].tolist() == [1.0 - 2.0, 0.5 - 2.0]
+
+
+def test_with_rewards_of_tokens_the_mean_is_the_gradient() -> None:
+    logits = logits_of(seed=6)
+    credits, scores = {}, {}
+    for outcome, reward in TWO_TOKEN_REWARDS.items():
+        of_first = (0.5, -1.0, 2.0)[outcome[0]]
+        # In place of float32, which is exact to 1e-7 only.
+        split = np.array([of_first, reward - of_first])
+        credits[outcome] = SampleCredit(rewards=(reward,), num_tokens=(2,), token_rewards=split)
+        leaf = logits.clone().requires_grad_()
+        of_tokens = token_logprobs(leaf, outcome)
+        scores[outcome] = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in of_tokens]
+    mean = torch.zeros_like(logits)
+    for chance, group in groups_of(2, logits):
+        found = turn_rloo_advantages([credits[outcome] for outcome in group], CONSTANTS)
+        for outcome, advantages in zip(group, found, strict=True):
+            mean += chance / 2 * sum(a * score for a, score in zip(advantages, scores[outcome], strict=True))
+    torch.testing.assert_close(mean, policy_gradient(logits, TWO_TOKEN_REWARDS), atol=1e-9, rtol=0)
 
 
 def test_turns_that_were_shown_the_same_are_compared_with_each_other_wherever_they_are() -> None:
