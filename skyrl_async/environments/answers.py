@@ -9,9 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from skyrl_async.columns import Rewards, TokenIds
+from skyrl_async.columns import TokenIds
 from skyrl_async.errors import ConfigError
 from skyrl_async.generators.gym.environment import turn_reward
 from skyrl_async.rewards.code_tests import judge_program, program_in, read_tests
@@ -35,7 +37,7 @@ RewardFunction = Callable[[str, Extras], float | Sequence[float]]
 """A user's reward: called with the answer and the row's columns, ``prompt`` among them, in a thread, so it may block."""
 
 
-def ended(reward: float | Rewards, **metadata: Any) -> BaseTextEnvStepOutput:
+def ended(reward: float | NDArray[np.float64], **metadata: Any) -> BaseTextEnvStepOutput:
     """Return the output of a last step."""
     return BaseTextEnvStepOutput(
         observations=[], reward=reward, done=True, metadata=metadata, postprocessed_action=None

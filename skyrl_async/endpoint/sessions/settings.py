@@ -100,7 +100,7 @@ class SessionOutcome(BaseModel):
         if isinstance(given, dict) and "reward" not in given:
             try:
                 return given | {"reward": math.fsum(np.sum(one["value"]) for one in given["rewards"])}
-            except (KeyError, TypeError, ValueError):  # the fields' own checks name what is wrong
+            except (KeyError, TypeError, ValueError, OverflowError):  # the fields' own checks name what is wrong
                 return given
         return given
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_async.columns import Rewards
+import numpy as np
+from numpy.typing import NDArray
+
 from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.environment import (
     CallThreads,
@@ -59,7 +61,7 @@ class EpisodeReward:
     """The reward of an episode, with figures."""
 
     reward: float
-    turn_rewards: tuple[float | Rewards, ...] = ()
+    turn_rewards: tuple[float | NDArray[np.float64], ...] = ()
     """What the first turns of the session earned, in the order of its replies, or (T,) each sampled token of a turn; empty if only the
     whole reward is known."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class EnvironmentReward:
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             texts, num_replies = _texts_for(environment, prompt, episode)
-            turn_rewards: list[float | Rewards] = [0.0] * num_replies
+            turn_rewards: list[float | NDArray[np.float64]] = [0.0] * num_replies
             reward = 0.0
             for turn, text in texts[:limit]:
                 outcome = await calls.step(text)

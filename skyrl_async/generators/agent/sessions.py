@@ -16,8 +16,9 @@ from typing import Any, Self, TypeVar
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
-from skyrl_async.columns import Rewards, VersionSpans
+from skyrl_async.columns import VersionSpans
 from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.runtime.outages import Outages, Resending
@@ -163,7 +164,7 @@ class AgentSession:
         self,
         reward: float,
         *,
-        turn_rewards: Sequence[float | Rewards] = (),
+        turn_rewards: Sequence[float | NDArray[np.float64]] = (),
         metrics: Mapping[str, float] | None = None,
         is_truncated: bool = False,
     ) -> tuple[Trajectory, ...]:

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_async.chat.messages import arguments_text
-from skyrl_async.columns import Rewards, TokenIds
+from skyrl_async.columns import TokenIds
 from skyrl_async.errors import GenerationError
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
@@ -77,17 +78,17 @@ def finite_reward(found: Any, source: str) -> float:
     return reward
 
 
-def turn_reward(found: Any, source: str) -> tuple[float, Rewards | None]:
-    """What a turn earned, with what each of its tokens did if ``found`` is a list. ``GenerationError`` as ``finite_reward``."""
-    if not isinstance(found, list | tuple | np.ndarray) or np.ndim(found) == 0:
+def turn_reward(found: Any, source: str) -> tuple[float, NDArray[np.float64] | None]:
+    """What a turn earned, with what each of its tokens did if ``found`` is a list or array. ``GenerationError`` as ``finite_reward``."""
+    if not isinstance(found, list | tuple) and getattr(found, "ndim", 0) == 0:
         return finite_reward(found, source), None
     try:
         values = np.asarray(found, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with a gradient
         values = np.full(1, math.nan)
     if values.ndim != 1 or not np.isfinite(values).all():
         raise GenerationError(f"{source} must return finite numbers as rewards of tokens, got {reprlib.repr(found)}")
-    return math.fsum(values), values.astype(np.float32)
+    return math.fsum(values), values
 
 
 EnvironmentFactory = Callable[[str, dict[str, Any]], Environment]
@@ -100,8 +101,8 @@ class StepOutcome:
 
     observations: list[Message]
     reward: float
-    token_rewards: Rewards | None = None
-    """(T,) float32: what each kept token of the action earned; None: only the whole is known."""
+    token_rewards: NDArray[np.float64] | None = None
+    """(T,) what each kept token of the action earned; None: only the whole is known."""
     is_done: bool
     postprocessed_action: str | None
     """The action as the conversation should keep it, if the environment changes it."""

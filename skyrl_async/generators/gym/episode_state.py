@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_async.columns import (
     NO_LOGPROBS,
@@ -125,7 +126,7 @@ class TrajectoryBuilder:
         call: ToolCall | None = None,
         observations: Sequence[Message] = (),
         reward: float = 0.0,
-        token_rewards: Rewards | None = None,
+        token_rewards: NDArray[np.float64] | None = None,
     ) -> None:
         """Append a turn: the prompt's new tokens as the environment's, then its own (the first ``num_kept``).
 
@@ -152,7 +153,7 @@ class TrajectoryBuilder:
             logprobs=completion.logprobs[:num_kept],
             versions=completion.versions[:num_kept],
             reward=reward,
-            token_rewards=token_rewards,
+            token_rewards=None if token_rewards is None else token_rewards.astype(np.float32),
         )
         self.turns.append(added)
         self.token_ids = token_ids(np.concatenate([prompt, sampled]))

@@ -129,11 +129,12 @@ async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSamp
             {"metrics": {"a": 1.0}},
             {"rewards": [{"turn": 1, "value": [1.0]}]},
             {"rewards": [{"turn": 1, "value": [1.0, "much"]}]},
+            {"rewards": [{"turn": 1, "value": [0.0, 10**400]}]},
         ]
         refused = [(await session.controller.post(url, json=body)) for body in wrong]
         finished = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
         again = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
-    assert [answer.status_code for answer in refused] == [400] * 8
+    assert [answer.status_code for answer in refused] == [400] * 9
     said = [answer.json()["error"]["message"] for answer in refused]
     assert "rewards name turn 3, but the session has 3 turns, counted from 0" in said[0]
     assert "reward must be the sum of rewards (-0.25), or be left out, got 1" in said[1]

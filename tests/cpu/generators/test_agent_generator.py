@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai import AsyncOpenAI, AuthenticationError
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
@@ -466,7 +467,7 @@ async def test_a_reward_may_be_one_for_each_of_the_first_turns(is_own: bool) -> 
 async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
     def reward(_: Prompt, episode: AgentEpisode) -> list[Any]:
         first, second = episode.num_turn_tokens
-        return [[0.25] * first, 1.0 if second else 0.0]
+        return [torch.full((first,), 0.25), 1.0 if second else 0.0]
 
     async def run(task: AgentTask) -> None:
         await ask(task, "go on")
@@ -486,6 +487,11 @@ async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
         ("x", "as reward, got 'x'"),
         ([0.5, 0.5], r"generator.reward must return at most one reward per turn \(1\), got 2: \[0.5, 0.5\]"),
         ([math.inf], r"generator.reward\[0\] must return a finite number as reward, got inf"),
+        (
+            [torch.ones(2, requires_grad=True)],
+            r"generator.reward\[0\] must return finite numbers as rewards of tokens, got tensor",
+        ),
+        ([["x"]], r"generator.reward\[0\] must return finite numbers as rewards of tokens, got \['x'\]"),
         ([[math.inf]], r"generator.reward\[0\] must return finite numbers as rewards of tokens, got \[inf\]"),
         ([[0.5]], r"generator.reward\[0\] must have one number per sampled token \(\d+\), got 1"),
     ],
