@@ -16,6 +16,7 @@ from skyrl_async.composition.parts import check_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
+from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.finished_group_filter import NoSignal, no_signal
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.group_state import from_json, group_to_json
@@ -179,9 +180,22 @@ class Cutting(ModelledGenerator):
 CUT_OFTEN = SimulationSettings(mean_tokens=100.0, sigma=1.2, group_size=4, num_steps=6, apply_overlong_filtering=True)
 
 
-def simulate(settings: SimulationSettings, max_tokens: int = 60) -> Simulation:
+class KeepsTrained(CountsSamples):
+    """Keeps the groups that were trained, whose rows say more than those that the policy gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[Group] = []
+
+    def add(self, ended: EndedGroup) -> None:
+        super().add(ended)
+        if ended.outcome is Outcome.TRAINED:
+            self.groups.append(ended.group)
+
+
+def simulate(settings: SimulationSettings, max_tokens: int = 60, record: CountsSamples | None = None) -> Simulation:
     async def main() -> Simulation:
-        simulation = Simulation(settings, generator_over=lambda client: Cutting(client, max_tokens))
+        simulation = Simulation(settings, generator_over=lambda client: Cutting(client, max_tokens), record=record)
         await simulation.trainer.run()
         return simulation
 
@@ -193,8 +207,14 @@ def logged(simulation: Simulation, name: str) -> list[float]:
 
 
 def test_cut_answers_are_not_trained_and_the_figures_say_so() -> None:
-    simulation = simulate(CUT_OFTEN)
-    rows = [row for step in simulation.policy.steps for group in step for row in group]
+    record = KeepsTrained()
+    simulation = simulate(CUT_OFTEN, record=record)
+    rows = [row for group in record.groups for row in group.trajectories]
+    handed = [row for step in simulation.policy.steps for group in step for row in group]
+    assert (
+        len(handed) == len(rows)
+        and sum(row.num_sampled_tokens for row in handed) == simulation.trainer.totals.trained_tokens
+    )
     assert all(bool(row.num_sampled_tokens) != row.is_truncated for row in rows)
     totals, share = simulation.trainer.totals, sum(row.is_truncated for row in rows) / len(rows)
     assert 0.2 < share < 0.8
@@ -204,10 +224,11 @@ def test_cut_answers_are_not_trained_and_the_figures_say_so() -> None:
 
 
 def test_with_dynamic_sampling_every_group_has_a_signal_in_what_is_left_of_it() -> None:
-    simulation = simulate(replace(CUT_OFTEN, sample_full_batch=True, num_epochs=20))
-    groups = [group for step in simulation.policy.steps for group in step]
-    assert len(groups) == 6 * CUT_OFTEN.mini_batch_size
-    assert all({row.reward for row in group if not row.is_overlong} == {0.0, 1.0} for group in groups)
+    record = KeepsTrained()
+    simulation = simulate(replace(CUT_OFTEN, sample_full_batch=True, num_epochs=20), record=record)
+    assert len(record.groups) == 6 * CUT_OFTEN.mini_batch_size
+    for group in record.groups:
+        assert {row.reward for row in group.trajectories if not row.is_overlong} == {0.0, 1.0}
     assert simulation.trainer.totals.filtered_by["filtered_too_few"] > 0
 
 
