@@ -16,13 +16,12 @@ from skyrl_async.composition.parts import check_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.finished_group_filter import NoSignal, no_signal
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.group_state import from_json, group_to_json
 from skyrl_async.samples import Sample, live_samples_of
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledGenerator
+from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group, Trajectory
 from tests.cpu.advantage_columns import row_advantages
@@ -180,20 +179,7 @@ class Cutting(ModelledGenerator):
 CUT_OFTEN = SimulationSettings(mean_tokens=100.0, sigma=1.2, group_size=4, num_steps=6, apply_overlong_filtering=True)
 
 
-class KeepsTrained(CountsSamples):
-    """Keeps the groups that were trained, whose rows say more than those that the policy gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: list[Group] = []
-
-    def add(self, ended: EndedGroup) -> None:
-        super().add(ended)
-        if ended.outcome is Outcome.TRAINED:
-            self.groups.append(ended.group)
-
-
-def simulate(settings: SimulationSettings, max_tokens: int = 60, record: CountsSamples | None = None) -> Simulation:
+def simulate(settings: SimulationSettings, max_tokens: int = 60, record: KeptGroups | None = None) -> Simulation:
     async def main() -> Simulation:
         simulation = Simulation(settings, generator_over=lambda client: Cutting(client, max_tokens), record=record)
         await simulation.trainer.run()
@@ -207,9 +193,9 @@ def logged(simulation: Simulation, name: str) -> list[float]:
 
 
 def test_cut_answers_are_not_trained_and_the_figures_say_so() -> None:
-    record = KeepsTrained()
+    record = KeptGroups()
     simulation = simulate(CUT_OFTEN, record=record)
-    rows = [row for group in record.groups for row in group.trajectories]
+    rows = [row for _, group in record.trained for row in group.trajectories]
     handed = [row for step in simulation.policy.steps for group in step for row in group]
     assert (
         len(handed) == len(rows)
@@ -224,10 +210,10 @@ def test_cut_answers_are_not_trained_and_the_figures_say_so() -> None:
 
 
 def test_with_dynamic_sampling_every_group_has_a_signal_in_what_is_left_of_it() -> None:
-    record = KeepsTrained()
+    record = KeptGroups()
     simulation = simulate(replace(CUT_OFTEN, sample_full_batch=True, num_epochs=20), record=record)
-    assert len(record.groups) == 6 * CUT_OFTEN.mini_batch_size
-    for group in record.groups:
+    assert len(record.trained) == 6 * CUT_OFTEN.mini_batch_size
+    for _, group in record.trained:
         assert {row.reward for row in group.trajectories if not row.is_overlong} == {0.0, 1.0}
     assert simulation.trainer.totals.filtered_by["filtered_too_few"] > 0
 

@@ -55,15 +55,17 @@ def one_at_a_time(policy: ModelledPolicy) -> dict[str, Prepare]:
 
 
 def test_every_row_is_trained_with_its_log_probs_and_the_version_they_are_of() -> None:
-    simulation, _ = simulate(SETTINGS, prepare_with=both_log_probs)
+    record = KeptGroups()
+    simulation, _ = simulate(SETTINGS, prepare_with=both_log_probs, record=record)
     versions = Counter[int]()
-    for trained_version, groups in enumerate(simulation.policy.steps):
-        for row in (row for rows in groups for row in rows):
-            assert row.ref_logprobs is not None and row.old_logprobs is not None and row.old_version is not None
-            assert len(row.ref_logprobs) == len(row.old_logprobs) == len(row.response_token_ids)
-            assert max(row.versions.distinct) <= row.old_version <= trained_version
-            versions[trained_version - row.old_version] += 1
-    assert versions.total() == sum(len(rows) for groups in simulation.policy.steps for rows in groups) > 12 * 4
+    for step, row in ((step, row) for step, group in record.trained for row in group.trajectories):
+        assert row.ref_logprobs is not None and row.old_logprobs is not None and row.old_version is not None
+        assert len(row.ref_logprobs) == len(row.old_logprobs) == len(row.response_token_ids)
+        assert max(row.versions.distinct) <= row.old_version <= step - 1
+        versions[step - 1 - row.old_version] += 1
+    handed = [row for groups in simulation.policy.steps for rows in groups for row in rows]
+    assert all(row.ref_logprobs is not None and row.old_logprobs is not None for row in handed)
+    assert versions.total() == len(handed) > 12 * 4
     assert max(versions) > 0
 
 

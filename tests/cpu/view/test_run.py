@@ -9,9 +9,10 @@ import pytest
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import Outcome
-from skyrl_async.record.files import DIRECTORY, TOKENIZER
+from skyrl_async.record.files import DIRECTORY, TOKENIZER, read_samples
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
+from skyrl_async.view.__main__ import DEMO
 from skyrl_async.view.metrics_file import MetricsFile
 from skyrl_async.view.run import ViewedRun, differences
 from tests.cpu.record.test_sample_record import ended, row
@@ -152,3 +153,7 @@ def test_configurations_are_compared_by_key() -> None:
     assert found == [{"key": "b", "values": [2, 3, 2]}]
     assert differences([{"a": 1}, {}, {"a": 1}]) == []
     assert differences([{}, {"a": 1}, {"a": 2}]) == [{"key": "a", "values": [None, 1, 2]}]
+
+
+def test_the_recorded_run_that_ships_has_the_columns_of_this_version() -> None:
+    assert read_samples(DEMO).num_rows > 1000
