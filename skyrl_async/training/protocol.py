@@ -29,10 +29,11 @@ class Policy(Protocol):
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, Any]:
-        """Accumulate the gradient of the *sum* of the policy loss over sampled tokens, each weighted by its row's weight.
+        """Accumulate the gradient of the *sum* of the policy loss over sampled tokens, each times its row's ``weight`` and its own of
+        ``token_weights``.
 
         Args:
-            trajectories: rows to train on.
+            trajectories: rows to train on; of the columns that a row may lack, ``POLICY_COLUMNS`` are read.
             advantages: for each trajectory a column, (T,) float32 with one advantage per response token, or one number for all of them.
             version: the version being trained, for the figures per token lag.
 
@@ -92,7 +93,7 @@ class Critic(Protocol):
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], returns: Sequence[float | Values], version: int, /
     ) -> dict[str, Any]:
-        """Accumulate the gradient of the *sum* of the value loss over sampled tokens, each weighted by its row's weight.
+        """Accumulate the gradient of the *sum* of the value loss over sampled tokens, each weighted as by ``Policy``.
 
         Args:
             trajectories: rows to train on; ``values`` are those that the loss is clipped around.

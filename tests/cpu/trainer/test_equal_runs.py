@@ -31,6 +31,7 @@ OVERRIDES = (
     "generator.sampling.max_tokens=24",
     "evaluation.sampling.max_tokens=24",
     "policy.warm_start.enabled=false",
+    "trainer.algorithm.advantage_estimator=examples.own_algorithm.unsure_tokens:unsure_tokens",
     "task.reward=rewards:by_letters",
     "trainer.output_dir=out",
 )
@@ -113,6 +114,8 @@ def test_they_train_the_same_tokens_and_export_the_same_weights_bit_for_bit(runs
     fresh = [row for row in first if {span["version"] for span in row["policy_versions"]} == {row["old_version"]}]
     gaps = [np.abs(np.subtract(row["old_logprobs"], row["logprobs"])).max() for row in fresh]
     assert 0 < len(gaps) < len(first) and max(gaps) < 1e-4, "engine and trainer agree on tokens of the trained version"
+    for trained in first:
+        assert trained["token_weights"] == pytest.approx(1 - np.exp(trained["logprobs"]), abs=1e-6), "the estimator's"
     weights = [(run / "policy" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
     assert (policy_dir / "model.safetensors").read_bytes() != weights[0]
