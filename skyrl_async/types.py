@@ -416,19 +416,9 @@ class Trajectory:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
 
     def with_only(self, *columns: str) -> "Trajectory":
-        """What a model computes with: tokens with mask, log-probs and versions, reward and weight, and of the columns that a row may lack
-        those named. Without turns, texts and figures.
-        """
-        return Trajectory(
-            prompt_token_ids=self.prompt_token_ids,
-            response_token_ids=self.response_token_ids,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            reward=self.reward,
-            weight=self.weight,
-            **{name: getattr(self, name) for name in columns},
-        )
+        """What a model computes with: of the columns that a row may lack those named, and neither turns nor texts nor figures."""
+        dropped: dict[str, Any] = dict.fromkeys(OPTIONAL_COLUMNS.difference(columns))
+        return replace(self, turn_spans=(), turn_rewards=(), messages=(), logs={}, metrics={}, **dropped)
 
 
 _COLUMNS = {
@@ -445,6 +435,10 @@ _COLUMNS = {
     "marks": np.bool_,
     "token_weights": np.float32,
 }
+OPTIONAL_COLUMNS = frozenset(
+    one.name for one in fields(Trajectory) if one.default is None and one.name in {*_COLUMNS, "teacher_top"}
+)
+"""Columns that a row may lack."""
 
 
 def _set_columns(value: object) -> None:

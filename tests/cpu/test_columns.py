@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.columns import Mask, TokenIds, VersionSpans, begins_with, column, have_equal_fields, token_ids
-from skyrl_async.types import CompletionDelta, FinishReason
+from skyrl_async.columns import (
+    Mask,
+    TokenIds,
+    TopTokens,
+    VersionSpans,
+    begins_with,
+    column,
+    have_equal_fields,
+    token_ids,
+)
+from skyrl_async.types import OPTIONAL_COLUMNS, CompletionDelta, FinishReason, RowMessage, Trajectory, TurnSpan
 
 VERSIONS = st.lists(st.integers(-1, 2), max_size=12)
 
@@ -160,3 +169,30 @@ def test_an_engines_output_crosses_processes_as_it_is(num_tokens: int) -> None:
     crossed = pickle.loads(pickle.dumps(output))
     assert type(crossed) is CompletionDelta and crossed == output
     assert crossed.token_ids.dtype == np.int32 and not crossed.logprobs.flags.writeable
+
+
+def test_a_row_goes_to_a_model_with_the_columns_that_are_named_and_without_turns_and_texts() -> None:
+    top = TopTokens(ids=np.zeros((2, 1), np.int32), logprobs=np.zeros((2, 2), np.float32))
+    columns: dict[str, Any] = {name: np.ones(2, np.float32) for name in OPTIONAL_COLUMNS} | {
+        "teacher_top": top,
+        "marks": np.ones(2, bool),
+    }
+    whole = Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2, 3),
+        loss_mask=(1, 1),
+        logprobs=(-1.0, -2.0),
+        versions=(0, 0),
+        reward=2.0,
+        turn_rewards=(2.0,),
+        turn_spans=(TurnSpan(index=0, start=0, end=2),),
+        weight=0.5,
+        logs={"failure": "none"},
+        metrics={"steps": 1.0},
+        messages=(RowMessage(role="user", start=0),),
+        **columns,
+    )
+    sent = whole.with_only("values")
+    assert {name for name in OPTIONAL_COLUMNS if getattr(sent, name) is not None} == {"values"}
+    assert (sent.turn_rewards, sent.turn_spans, sent.logs, sent.metrics, sent.messages) == ((), (), {}, {}, ())
+    assert (sent.weight, sent.reward, sent.response_token_ids.tolist()) == (0.5, 2.0, [2, 3])

@@ -18,9 +18,8 @@ from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import CheckpointError
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
 from skyrl_async.training.workers.in_process import InProcessPolicy
-from skyrl_async.types import Trajectory
+from skyrl_async.types import OPTIONAL_COLUMNS, Trajectory
 from tests.cpu.trainer.test_deterministic_run import (
     NUM_STEPS,
     STOPPED,
@@ -123,10 +122,6 @@ def test_a_critic_that_shares_its_devices_changes_no_bit_of_the_losses_and_weigh
         assert of_training < num_leases <= of_values + of_training
 
 
-COLUMNS = {*POLICY_COLUMNS, *CRITIC_COLUMNS}
-"""Those that a row may lack, and workers read."""
-
-
 def columns_that_reach(running: Running) -> defaultdict[str, set[str]]:
     """Where rows go -> the columns that they bring there, as they come: to a method of a rank, or to the record."""
     found: defaultdict[str, set[str]] = defaultdict(set)
@@ -136,7 +131,7 @@ def columns_that_reach(running: Running) -> defaultdict[str, set[str]]:
 
         def noted(given: Any, *more: Any) -> Any:
             for row in rows_of(given):
-                found[place] |= {name for name in COLUMNS if getattr(row, name) is not None}
+                found[place] |= {name for name in OPTIONAL_COLUMNS if getattr(row, name) is not None}
             return call(given, *more)
 
         setattr(holder, method, noted)
