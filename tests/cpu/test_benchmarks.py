@@ -196,6 +196,16 @@ def test_the_tutorial_about_stages_shows_the_figures_that_are_kept() -> None:
         ) in page
 
 
+def test_the_tutorial_about_algorithms_shows_the_kept_figures_of_distillation() -> None:
+    page = (ROOT / "docs/tutorials/06_algorithms.md").read_text()
+    kept = json.loads((ROOT / "benchmarks/results/distillation_runs.json").read_text())
+    assert len(kept["rows"]) == 4
+    for row in [{"divergence": "", "kind": "the teacher itself"} | kept["teacher"], *kept["rows"]]:
+        name = f"`{row['divergence']}`, {row['kind']}" if row["divergence"] else row["kind"]
+        rewards = f"{row['reward_before']:.2f} | {row['reward_after']:.2f}"
+        assert f"| {name} | {rewards} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |\n" in page
+
+
 def test_the_page_about_published_results_shows_the_figures_that_are_kept() -> None:
     page = (ROOT / "docs/published_results.md").read_text()
     kept = json.loads((ROOT / "benchmarks/results/published_results.json").read_text())

@@ -42,9 +42,8 @@ def _told(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         code = error.response.status_code
         is_refused = code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-        return f"{error.request.url} answers {code}" + (
-            ", see trainer.algorithm.distillation.api_key" if is_refused else ""
-        )
+        hint = ", see trainer.algorithm.distillation.api_key" if is_refused else ""
+        return f"{error.request.url} answers {code}{hint}"
     if isinstance(error, httpx.HTTPError):
         return f"nobody answers there ({type(error).__name__}: {error})"
     return str(error) if isinstance(error, InferenceError) else "what answers there is another kind of server"
@@ -97,7 +96,7 @@ class ServedTeacher:
         if are_compared:
             return
         logger.warning(
-            "%s has no /detokenize, as vLLM has: %d of the policy's %d tokens are compared",
+            "%s does not tell its tokens, as vLLM does at /detokenize: %d of the policy's %d are compared",
             *(self._label, len(probe) - 1, len(token_ids)),
         )
         for token, entry in zip(probe, found, strict=True):

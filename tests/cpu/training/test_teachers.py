@@ -206,7 +206,9 @@ async def test_of_a_server_that_does_not_tell_its_tokens_a_few_are_compared_whic
     async with server.teacher() as teacher:
         await teacher.check(range(VOCABULARY), decode)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "has no /detokenize, as vLLM has: 16 of the policy's 48 tokens are compared" in caplog.text
+        assert (
+            "does not tell its tokens, as vLLM does at /detokenize: 16 of the policy's 48 are compared" in caplog.text
+        )
         with pytest.raises(ConfigError, match="must have the policy's tokens: 47 is '<47>' there and 'x' here"):
             await teacher.check(range(VOCABULARY), lambda ids: decode(ids).replace("<47>", "x"))
     await server.policy.close()
