@@ -59,8 +59,7 @@ def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | Non
     key = f"{_KEY}.teachers.{name}"
     if not directory.is_dir():
         raise PolicyError(
-            f"{key}={directory} must be a local directory, which does not exist, or the address of a server, which begins with http:// or "
-            "https://"
+            f"{key} must be a local directory, or an address that begins with http:// or https://, got {directory}, which is no directory"
         )
     sizes = [
         text_config(read_config(str(path), key_of)).get("vocab_size")

@@ -269,7 +269,9 @@ def test_each_prompt_names_its_teacher_and_a_directory_has_the_policys_tokens(tm
         PolicyError, match=r"teachers.t=.*other must have the policy's tokens: \d+ is '.*' there and '.*' here"
     ):
         check_teachers(config_of(f"{TEACHERS}={{t: {other}}}"), policy, prompts({}))
-    with pytest.raises(PolicyError, match="teachers.t=host:8000/v1 must be .* which begins with http:// or https://"):
+    with pytest.raises(
+        PolicyError, match="teachers.t must be .* that begins with http:// or https://, got host:8000/v1"
+    ):
         check_teachers(config_of(f"{TEACHERS}={{t: 'host:8000/v1'}}"), policy, prompts({}))
 
 
