@@ -47,7 +47,7 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     """Texts that are not sampled."""
     session_label: str | None = None
-    """Requests of one label go to one engine while it lives."""
+    """Of the conversation, for samplers that route by it."""
     priority: int = 0
 
 

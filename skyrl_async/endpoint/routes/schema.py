@@ -150,7 +150,7 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probs as ``token_id:5``."""
     session_id: Label | None = None
-    """Requests of one label go to one engine while it lives. A label, never authority."""
+    """A label of the conversation, never authority. Our own engines do not need it: a request goes where its prompt is cached."""
 
     def to_generation(self, session_header: str | None) -> Sequence[GenerationRequest]:
         """The requests, one per prompt, without their wire format; ``ApiError`` names what is not served."""
