@@ -1,8 +1,9 @@
-"""What a tiny policy learns from a warm-started teacher, and how long it takes: a real run per divergence, with and without rewards.
+"""What a tiny policy learns from a warm-started teacher, and how long it takes: real runs of both divergences.
 
-The teacher saw worked answers alone, and is hardly trained after that. Each command begins with an empty cache. ``seconds`` are of the
-whole command, warm start and both evaluations included; ``cpu_seconds`` of all its processes. Rewards are of held-out prompts. A run has
-one seed, and both kinds have 32 samples a step: the rows show that each learns, not which one is best.
+A policy learns from the sampled tokens alone, from the teacher's 16 likeliest at each place (``top_k``), or beside rewards. The teacher saw
+worked answers alone, and is hardly trained after that. Each command begins with an empty cache. ``seconds`` are of the whole command, warm
+start and both evaluations included; ``cpu_seconds`` of all its processes. Rewards are of held-out prompts. A run has one seed, and all
+kinds have 32 samples a step: the rows show that each learns, not which one is best.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ from benchmarks.report import arguments, conditions, report
 _KEY = "trainer.algorithm.distillation"
 TEACHER = ("policy.warm_start.terse_share=0", "trainer.num_steps=1")
 ALONE = ("generator.n_samples_per_prompt=1", "trainer.policy_mini_batch_size=32")
+TOP_16 = (*ALONE, f"{_KEY}.top_k=16")
 WITH_REWARDS = (f"{_KEY}.use_rewards=true", "generator.n_samples_per_prompt=8", "trainer.policy_mini_batch_size=4")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,9 +58,9 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=30)
     given = parser.parse_args()
-    before = conditions(seed=given.seed, teacher=TEACHER, alone=ALONE, with_rewards=WITH_REWARDS)
+    before = conditions(seed=given.seed, teacher=TEACHER, alone=ALONE, top_16=TOP_16, with_rewards=WITH_REWARDS)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    kinds = {"alone": ALONE, "with rewards": WITH_REWARDS}
+    kinds = {"alone": ALONE, "alone, 16 likeliest tokens": TOP_16, "with rewards": WITH_REWARDS}
     rows = []
     with tempfile.TemporaryDirectory() as work:
         directory, seed = Path(work), f"trainer.seed={given.seed}"

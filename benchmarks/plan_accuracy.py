@@ -132,7 +132,9 @@ def _row(case: Case, calibrations: Sequence[Measured], run: Measured) -> dict[st
     for known, planner in zip(calibrations, planners, strict=True):
         lengths = float(run.calls.num_tokens.mean() / known.calls.num_tokens.mean()) if case.doubled else 1.0
         forecasts += planner.forecasts([WhatIf(keys=case.what_if.keys, lengths=lengths)])
-    first, second = (planner.accuracy for planner in planners if planner.accuracy is not None)
+    first, second = (planner.accuracy for planner in planners)
+    assert first is not None
+    assert second is not None
     predicted = fmean(forecast.step_seconds for forecast in forecasts)
     return {
         "what": case.what,

@@ -212,7 +212,7 @@ class _Run:
 
     @property
     def _last_checkpoint(self) -> str:
-        saved = self._trainer.newest_checkpoint if self._trainer is not None else None
+        saved = (self._trainer.newest_checkpoint if self._trainer is not None else None) or self._checkpoint
         return f"the last checkpoint is {saved}" if saved else "nothing is saved"
 
     async def execute(self) -> None:

@@ -19,6 +19,8 @@ from skyrl_async.types import ENVIRONMENT_VERSION, Trajectory
 UNKNOWN_ENGINE = "several engines, or unknown ones"
 MAX_TOKENS_PER_ROW = 1024
 """Only the first response tokens of a row are examined; later ones do not change their log-probs."""
+_CUT = ("response_token_ids", "loss_mask", "logprobs", "old_logprobs")
+_COMPARED = ("prompt_token_ids", *_CUT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +38,8 @@ class Row:
     @classmethod
     def of(cls, engine: str, trajectory: Trajectory) -> "Row":
         """The row with the first ``MAX_TOKENS_PER_ROW`` response tokens of a trajectory."""
-        end, columns = MAX_TOKENS_PER_ROW, ROW_COLUMNS.keys() - {"prompt_token_ids"}
-        kept = {name: values[:end] for name in columns if (values := getattr(trajectory, name)) is not None}
+        end = MAX_TOKENS_PER_ROW
+        kept = {name: values[:end] for name in _CUT if (values := getattr(trajectory, name)) is not None}
         first = replace(trajectory, versions=trajectory.versions[:end], **kept)
         ids = np.concatenate([first.prompt_token_ids, first.response_token_ids])
         return cls(engine, first, ids, np.flatnonzero(first.loss_mask) + len(first.prompt_token_ids))
@@ -130,13 +132,11 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
     return rows
 
 
-_WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *ROW_COLUMNS)
+_WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *_COMPARED)
 
 
 def _row(found: Mapping[str, Any]) -> Row:
-    columns = {
-        name: None if found[name] is None else np.array(found[name], dtype) for name, dtype in ROW_COLUMNS.items()
-    }
+    columns = {name: None if found[name] is None else np.array(found[name], ROW_COLUMNS[name]) for name in _COMPARED}
     trajectory = Trajectory(
         **columns,  # type: ignore[arg-type]
         versions=VersionSpans.from_json(found["policy_versions"], found["num_response_tokens"]),

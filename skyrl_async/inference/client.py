@@ -15,6 +15,7 @@ Groups, staleness and training are unknown here. The client does not pause engin
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -169,7 +170,7 @@ class InferenceEngineClient:
         request = self._request(prompt_token_ids, sampling, priority)
         is_long, is_resumable = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS, sampling.is_resumable
         streams = bool(sampling.stop) or (self._carries_tokens and is_resumable and is_long)
-        num_restarts = 0
+        num_restarts, asked_at = 0, time.time()
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
             text = CompletionText(self._tokenizer, sampling)
@@ -190,7 +191,7 @@ class InferenceEngineClient:
             text=text.finish()[0],
             engines=tuple(state.engines),
             engine_seconds=state.engine_seconds,
-            asked_at=state.asked_at,
+            asked_at=asked_at,
             **state.fields() | {"num_aborts": state.num_aborts + num_restarts},
         )
 
@@ -224,7 +225,7 @@ class InferenceEngineClient:
             del in_one_block["prompt_token_ids"]
             yield CompletionDelta(**in_one_block)
             return
-        state = GenerationState(has_logprobs=sampling.reports_logprobs)
+        asked_at, state = time.time(), GenerationState(has_logprobs=sampling.reports_logprobs)
         text = CompletionText(self._tokenizer, sampling)
         request = replace(self._request(prompt_token_ids, sampling, priority), stream_interval=None)
         async with aclosing(self._blocks(request, state, text, NOTHING_SAMPLED, streams=True)) as blocks:
@@ -238,7 +239,7 @@ class InferenceEngineClient:
                         "num_aborts": state.num_aborts,
                         "engines": tuple(state.engines),
                         "engine_seconds": state.engine_seconds,
-                        "asked_at": state.asked_at,
+                        "asked_at": asked_at,
                     }
                 new_text = text.finish()[1] if is_last else text.take()
                 yield CompletionDelta(text=new_text, **fields_of(block) | of_all)

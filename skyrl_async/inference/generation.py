@@ -8,7 +8,6 @@ another engine when one dies. A paused engine holds its requests, so pauses are 
 """
 
 import itertools
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -54,8 +53,6 @@ class GenerationState:
         """Engines that were called, in order of their first call, as the client notes them."""
         self.engine_seconds = 0.0
         """Seconds of its engine calls, likewise."""
-        self.asked_at = time.time()
-        """Unix time."""
         self.num_cached_tokens: int | None = None
         """Cached tokens of the first call's prompt: later prompts contain tokens of the answer. None before the first token."""
         self.call_id: str | None = None

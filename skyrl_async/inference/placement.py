@@ -118,7 +118,7 @@ class Placement:
         return best
 
     def _emptiest(self, engines: Mapping[str, object]) -> str:
-        """The engine with the least weight, of these with the fewest cached blocks. It takes no longer among a thousand than among ten."""
+        """The engine with the least weight, of these with the fewest cached blocks; from a heap, because there may be a thousand."""
         if engines.keys() != self._places.keys() or len(self._emptiest_first) > 8 * len(engines) + 64:
             self._places = {engine: place for place, engine in enumerate(engines)}
             self._emptiest_first = []

@@ -128,7 +128,7 @@ class Planner:
             results: Iterable[_Simulated] = map(simulate, settings)
             if self._num_processes > 1:
                 pool = ProcessPoolExecutor(
-                    self._num_processes, mp_context=get_context("spawn"), initializer=_collect_rarely
+                    self._num_processes, mp_context=get_context("spawn"), initializer=_raise_gc_thresholds
                 )
                 results = stack.enter_context(pool).map(simulate, settings)
             for done, one in enumerate(results, 1):
@@ -137,8 +137,11 @@ class Planner:
         return found
 
 
-def _collect_rarely() -> None:
-    """A simulation makes millions of objects and next to no cyclic garbage: looking for it took a fifth of its time."""
+def _raise_gc_thresholds() -> None:
+    """In a process that simulates: it makes millions of objects and next to no cyclic garbage, and looking for it took a fifth of its time.
+
+    200,000 young objects, some tens of MB, may be garbage until they are looked at.
+    """
     gc.set_threshold(200_000, 50)
 
 

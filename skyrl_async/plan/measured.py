@@ -108,7 +108,7 @@ def measured(run_dir: Path) -> Measured:
             "out: let it run on"
         )
     config = changed(config, {"engine.num_engines": num_engines})
-    if newest[0]["step"] == config.trainer.num_steps:
+    if newest[0]["step"] == config.trainer.num_steps or (run_dir / "summary.json").exists():
         newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
     steps = newest[::-1][WARM_UP_STEPS:]
     spans = list(read_spans(run_dir))

@@ -168,16 +168,19 @@ def _tables(
                 columns=None if columns is None else list(columns),
                 filters=list(only) or None,
                 partitioning=None,
+                schema=schema(),
             )
         yield table
 
 
 @contextmanager
 def _reading(path: Path, found: "pa.Schema | None" = None) -> Iterator[None]:
-    """Raise ``CheckpointError`` for a file that is damaged, or whose columns, if given, are not ours."""
+    """Raise ``CheckpointError`` for a file that is damaged, or whose columns, if given, are not ours. Those it lacks are read as null."""
     import pyarrow as pa
 
-    if found is not None and not found.equals(schema()):
+    if found is not None and not (
+        "row" in found.names and _has_only(pa.struct(list(found)), pa.struct(list(schema())))
+    ):
         fields = [field for field in found if field not in list(schema())] or list(found)
         raise CheckpointError(
             f"{path} was written by another version of skyrl_async, or is no file of samples: it has "
@@ -187,6 +190,20 @@ def _reading(path: Path, found: "pa.Schema | None" = None) -> Iterator[None]:
         yield
     except (pa.ArrowException, EOFError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; take the file out") from error
+
+
+def _has_only(found: "pa.DataType", known: "pa.DataType") -> bool:
+    """Whether all fields of a type are known ones."""
+    import pyarrow as pa
+
+    if pa.types.is_list(found) and pa.types.is_list(known):
+        return _has_only(found.value_type, known.value_type)
+    if pa.types.is_struct(found) and pa.types.is_struct(known):
+        return all(
+            known.get_field_index(field.name) >= 0 and _has_only(field.type, known.field(field.name).type)
+            for field in found
+        )
+    return bool(found.equals(known))
 
 
 def write(file: SamplesFile, tables: Iterator["pa.Table"]) -> None:

@@ -375,11 +375,11 @@ class ModelledEngine:
             call.wake()
 
     def _abort(self, calls: Collection[_Call]) -> None:
-        if len(calls) == len(self._calls):
-            self._shared.drop_prefill()
         for call in calls:
             call.is_aborted = True
             call.wake()
+        if all(call.is_aborted for call in self._calls):
+            self._shared.drop_prefill()
 
     def _begin(self, request: EngineRequest) -> _Call:
         self._cut_off.check()

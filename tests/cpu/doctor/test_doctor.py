@@ -21,12 +21,14 @@ from skyrl_async.doctor.examination import Examination, examine
 from skyrl_async.doctor.explanations import Idea, best_explanation
 from skyrl_async.doctor.findings import path_findings
 from skyrl_async.doctor.paths import PathGap
+from skyrl_async.doctor.rows import MAX_TOKENS_PER_ROW, read_rows
 from skyrl_async.errors import EngineStartError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.record.ended import EndedGroup, Outcome
 from skyrl_async.record.files import DIRECTORY, file_of, write
+from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.record.table import table_of
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.training.backends import packing, token_logprobs
@@ -212,6 +214,25 @@ def test_old_weights_are_found_beneath_larger_rounding_and_nowhere_else(stale: f
     recorded = model + stale * change + rounding
     found = best_explanation([[idea]], recorded, model)
     assert (found is not None) == is_named
+
+
+def test_a_long_answer_whose_tokens_were_rewarded_is_read_up_to_its_first_tokens(tmp_path: Path) -> None:
+    num = 2 * MAX_TOKENS_PER_ROW
+    long = Trajectory(
+        prompt_token_ids=(1, 2),
+        response_token_ids=np.arange(num),
+        loss_mask=np.ones(num, bool),
+        logprobs=np.zeros(num),
+        versions=np.ones(num, int),
+        reward=1.0,
+        token_rewards=np.eye(1, num, num - 1)[0],
+    )
+    record = SampleRecord(tmp_path / DIRECTORY)
+    group = Group(uid="a", admission_index=0, scheduled_version=1, trajectories=(long,))
+    record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=2))
+    record.close()
+    (row,) = read_rows(tmp_path, {1}, 1)
+    assert len(row.places) == MAX_TOKENS_PER_ROW
 
 
 async def test_a_fault_that_all_engines_have_is_said_once(run_dir: Path, engine: InferenceEngine) -> None:

@@ -462,13 +462,32 @@ def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path, re
     pd.DataFrame({"uid": ["a"]}).to_parquet(file.path)
     with pytest.raises(CheckpointError, match=r"written by another version .* uid \(large_string\)"):
         read(tmp_path)
-    turns = pa.nulls(1, pa.list_(pa.struct({"role": pa.string()})))
+    turns = pa.nulls(1, pa.list_(pa.struct({"role": pa.string(), "mood": pa.string()})))
     pq.write_table(older.set_column(older.schema.get_field_index("turns"), "turns", turns), file.path)
-    with pytest.raises(CheckpointError, match=r"another version .* turns \(list<.*role: string>>\)"):
+    with pytest.raises(CheckpointError, match=r"another version .* turns \(list<.*mood: string>>\)"):
         read(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=f"{file.path.name} is damaged"):
         read(tmp_path)
+
+
+def test_a_run_of_an_older_version_goes_on_and_what_its_files_lack_is_null(tmp_path: Path) -> None:
+    written(tmp_path, ended("a", 1), ended("b", 2))
+    (file,) = files_in(tmp_path / DIRECTORY)
+    older = read_samples(tmp_path).drop_columns(["token_rewards"])
+    turns = pa.array(
+        [[{"role": "user", "text": "words"}]] * 2, pa.list_(pa.struct({"role": pa.string(), "text": pa.string()}))
+    )
+    pq.write_table(older.set_column(older.schema.get_field_index("turns"), "turns", turns), file.path)
+    record = SampleRecord(tmp_path / DIRECTORY)
+    record.restore(1)  # "b" was trained after the checkpoint
+    record.begin()
+    record.add(ended("c", 2))
+    record.close()
+    found = read_samples(tmp_path, ["uid", "token_rewards", "turns"]).to_pylist()
+    assert [(one["uid"], one["token_rewards"]) for one in found] == [("a", None), ("c", None)]
+    assert found[0]["turns"][0]["text"] == "words" and found[0]["turns"][0]["asked_at"] is None
+    assert find_samples(tmp_path, "words", 10) == [0]
 
 
 def test_metrics_of_an_environment_are_json(tmp_path: Path) -> None:
