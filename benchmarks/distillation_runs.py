@@ -60,7 +60,7 @@ def main() -> int:
     given = parser.parse_args()
     before = conditions(seed=given.seed, teacher=TEACHER, alone=ALONE, top_16=TOP_16, with_rewards=WITH_REWARDS)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    kinds = {"alone": ALONE, "alone, 16 likeliest tokens": TOP_16, "with rewards": WITH_REWARDS}
+    kinds = {"alone": ALONE, "alone, `top_k=16`": TOP_16, "with rewards": WITH_REWARDS}
     rows = []
     with tempfile.TemporaryDirectory() as work:
         directory, seed = Path(work), f"trainer.seed={given.seed}"
@@ -73,7 +73,7 @@ def main() -> int:
                     f"trainer.num_steps={given.steps}",
                     *(seed, *overrides),
                 ]
-                found = run(f"{divergence} {kind}".replace(" ", "-"), words, directory)
+                found = run(f"run-{len(rows)}", words, directory)
                 rows.append({"divergence": divergence, "kind": kind} | found)
                 print(rows[-1], flush=True)
     report("What a policy learns from a teacher", {"conditions": before, "teacher": teacher}, rows, given.json)
