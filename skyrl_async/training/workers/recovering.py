@@ -49,7 +49,12 @@ LOST = (WorkerDiedError, DeadlineError)
 """Failures that new workers mend. They mend neither numbers that are not finite, nor full disks, nor checkpoints of another model."""
 
 
-_COMPUTES = frozenset({"forward_backward", "step", "logprobs", "logprobs_of", "values_of"})
+_COLLECTIVE = frozenset(
+    {
+        *("forward_backward", "step", "logprobs", "logprobs_of", "values_of"),
+        *("gather_weights", "send_weights", "export_hf"),
+    }
+)
 """Calls in which ranks wait for each other: where one fails, the others may be left in the middle."""
 
 
@@ -410,7 +415,8 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
             async with self._lock:
                 return await self._repeated(name, call)
         except Exception as error:
-            if name in _COMPUTES or isinstance(error, LOST):
+            is_torn = name in _COLLECTIVE and not isinstance(error, WeightsLostError)  # a lost copy stops no rank
+            if is_torn or isinstance(error, LOST):
                 self._failure = error
             raise
         finally:

@@ -28,6 +28,7 @@ from skyrl_async.errors import (
     DeadlineError,
     PolicyError,
     TrainingError,
+    WeightsLostError,
     WeightsTransferError,
     WorkerDiedError,
 )
@@ -300,24 +301,44 @@ async def started(scripted: Scripted, directory: Path, **changes: Any) -> Recove
 
 
 @pytest.mark.parametrize(
-    "error",
-    [TrainingError("the gradient norm is nan"), CheckpointError("is of another model"), ValueError("advantages")],
+    ("error", "name"),
+    [
+        (TrainingError("the gradient norm is nan"), "step"),
+        (CheckpointError("is of another model"), "step"),
+        (ValueError("advantages"), "step"),
+        (TrainingError("rank 1 has no memory left"), "gather_weights"),
+        (TrainingError("rank 1 has no memory left"), "export_hf"),
+    ],
 )
 async def test_what_new_workers_cannot_mend_is_raised_at_once_and_nothing_is_saved_afterwards(
-    tmp_path: Path, error: Exception
+    tmp_path: Path, error: Exception, name: str
 ) -> None:
-    async def step(num_tokens: float, lr_scale: float = 1.0) -> dict[str, float]:
+    async def fail(*arguments: Any) -> None:
         raise error
 
-    scripted = Scripted(step=step)
+    scripted = Scripted(**{name: fail})
     policy = await started(scripted, tmp_path)
     await policy.save(tmp_path / "before")
     with pytest.raises(type(error), match=str(error)):
-        await policy.step(1)
+        await getattr(policy, name)(*([tmp_path] if name == "export_hf" else [1]))
     assert scripted.starts == 1 and policy.num_restarts == 0
     with pytest.raises(TrainingError, match="the policy workers have failed, and what they hold is not saved"):
         await policy.save(tmp_path / "after")
     assert not (tmp_path / "after").exists()
+
+
+async def test_a_copy_that_is_lost_after_another_step_is_not_sent_and_the_policy_can_still_be_saved(
+    tmp_path: Path,
+) -> None:
+    policy = await started(Scripted(), tmp_path)
+    await policy.gather_weights(1)
+    await policy.step(1)
+    assert isinstance(policy._workers, ModelledWorkers)
+    policy._workers.script.deaths[policy._workers.script.num_calls + 1] = False
+    with pytest.raises(WeightsLostError, match="the copy of version 1 is gone"):
+        await policy.send_weights(1, tmp_path, 1)
+    await policy.save(tmp_path / "after")
+    await policy.close()
 
 
 async def test_the_loop_runs_while_a_saved_policy_that_is_needed_no_more_is_deleted(
