@@ -725,11 +725,11 @@ async def test_torch_weights_are_the_same_to_the_last_bit_wherever_workers_die(t
     """And so are a critic's values."""
     path = str(write_policy(tmp_path / "policy"))
     settings = TrainingSettings(policy_path=path, lr=1e-2, lr_schedule="cosine", num_steps=4, is_critic=is_critic)
-    alive = InProcessPolicy(replace(settings))
+    alone = FailureScript()
+    alive = DyingPolicy(replace(settings), alone)
     answers, weights = await train(alive, tmp_path / "alive", lambda path: None, is_critic=is_critic)
     await alive.close()
-    num_calls = 14
-    for number in range(1, num_calls + 1, 3):
+    for number in range(alone.num_calls, 0, -3):
         script, directory = FailureScript([(number, number % 2 == 0), (number + 4, True)]), tmp_path / str(number)
 
         async def start(script: FailureScript = script) -> Any:
