@@ -3,6 +3,7 @@
 Knows neither losses nor how the model is sharded.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -14,16 +15,19 @@ from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.packing import packed_arguments
 
 _HEAD = "score.weight"
-"""transformers' name of the head of a model with one label per sequence, as reward and value models have it."""
+"""transformers' name of the head of a model with one label, as reward and value models have it."""
+_BIAS = "score.bias"
+
+logger = logging.getLogger(__name__)
 
 
 def replace_head(model: PreTrainedModel, path: Path, *, seed: int) -> None:
     """Give a causal language model one output per token. A tied output projection leaves the embeddings alone.
 
     The head is the value model's in ``path``. Without one it is drawn normally with a deviation of 1 / (width + 1), as SkyRL's: values
-    begin near 0.
+    begin near 0. The log says which it was.
 
-    Raises ``PolicyError`` for a model without an output projection.
+    Raises ``PolicyError`` for a model without an output projection, and for a head of another shape or with a bias.
     """
     projection = model.get_output_embeddings()
     if projection is None:
@@ -31,12 +35,33 @@ def replace_head(model: PreTrainedModel, path: Path, *, seed: int) -> None:
     model.config.tie_word_embeddings = False
     width = projection.weight.shape[1]
     head = nn.Linear(width, 1, bias=False)
-    nn.init.normal_(head.weight, std=1 / (width + 1), generator=torch.Generator().manual_seed(seed))
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights, torch.no_grad():
-            if _HEAD in weights.keys() and weights.get_slice(_HEAD).get_shape() == [1, width]:  # noqa: SIM118
-                head.weight.copy_(weights.get_tensor(_HEAD))
+    if (own := _own_head(path, width)) is None:
+        nn.init.normal_(head.weight, std=1 / (width + 1), generator=torch.Generator().manual_seed(seed))
+        logger.info("the critic begins with a random value head: no *.safetensors of %s has %s", path, _HEAD)
+    else:
+        with torch.no_grad():
+            head.weight.copy_(own)
+        logger.info("the critic begins with the value head of %s", path)
     model.set_output_embeddings(head)
+
+
+def _own_head(path: Path, width: int) -> Tensor | None:
+    """(1, ``width``) the value head of the model in ``path``; None without one."""
+    found: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            found |= {name: weights.get_tensor(name) for name in {_HEAD, _BIAS}.intersection(weights.keys())}
+    head, bias = found.get(_HEAD), found.get(_BIAS)
+    if head is not None and head.shape != (1, width):
+        raise PolicyError(
+            f"{path} must have one label for a critic: {_HEAD} of shape [1, {width}], got {list(head.shape)}; give a model with one label, "
+            "or one without a head"
+        )
+    if head is not None and bias is not None and bias.any():
+        raise PolicyError(
+            f"{path} must have no {_BIAS} but 0 for a critic, whose head has no bias, got {bias.tolist()}; give a model without it"
+        )
+    return head
 
 
 class TokenValues:
