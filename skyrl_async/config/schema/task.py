@@ -49,8 +49,8 @@ class TaskConfig:
     """Environment (skyrl_gym registry name, or module:Class) of rows that name none."""
     reward: str | None = None
     """package.module:function that judges every answer in place of the rows' environments: called with the answer, a text, and the row's
-    columns, it returns a number, or a list with one for each of the columns' response_token_ids. One turn; it runs in a thread and may
-    block.
+    columns, it returns a number, or a list with one number per sampled token (the column response_token_ids; agents: without
+    response_token_ids). One turn; it runs in a thread and may block.
     """
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     """Which task of reasoning-gym, for name=reasoning_gym (the extra reasoning-gym)."""

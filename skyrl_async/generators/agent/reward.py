@@ -93,15 +93,19 @@ def earned(found: Any, source: str, episode: AgentEpisode) -> EpisodeReward:
             f"{source} must return at most one reward per turn ({episode.num_turns}), got {len(found)}: {reprlib.repr(found)}"
         )
     values = [turn_reward(value, f"{source}[{turn}]") for turn, value in enumerate(found)]
-    for turn, ((_, by_token), num) in enumerate(zip(values, episode.num_turn_tokens, strict=False)):
-        if by_token is not None and len(by_token) != num:
-            raise GenerationError(
-                f"{source}[{turn}] must have one number per sampled token ({num}), got {len(by_token)}"
-            )
+    for turn, (_, by_token) in enumerate(values):
+        _require_one_per_token(by_token, f"{source}[{turn}]", episode, turn)
     return EpisodeReward(
         reward=math.fsum(reward for reward, _ in values),
         turn_rewards=tuple(reward if by_token is None else by_token for reward, by_token in values),
     )
+
+
+def _require_one_per_token(rewards: NDArray[np.float64] | None, source: str, episode: AgentEpisode, turn: int) -> None:
+    """Raise ``GenerationError`` for rewards of tokens, if there are any, that are not as many as the turn's."""
+    for num in episode.num_turn_tokens[turn : turn + 1]:
+        if rewards is not None and len(rewards) != num:
+            raise GenerationError(f"{source} must have one number per sampled token ({num}), got {len(rewards)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +158,18 @@ class EnvironmentReward:
         try:
             await calls.init(deepcopy(list(prompt.messages)))
             texts, num_replies = _texts_for(environment, prompt, episode)
+            is_whole = num_replies == episode.num_turns
             turn_rewards: list[float | NDArray[np.float64]] = [0.0] * num_replies
             reward = 0.0
             for turn, text in texts[:limit]:
                 outcome = await calls.step(text)
+                if is_whole:
+                    source = f"{type(environment).__name__}.step for turn {turn}"
+                    _require_one_per_token(outcome.token_rewards, source, episode, turn)
                 turn_rewards[turn] = outcome.reward if outcome.token_rewards is None else outcome.token_rewards
                 reward += outcome.reward
                 if outcome.is_done:
                     break
-            is_whole = num_replies == episode.num_turns
             return EpisodeReward(
                 reward=reward,
                 turn_rewards=tuple(turn_rewards) if is_whole else (),

@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from openai import AsyncOpenAI, AuthenticationError
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_async.config.schema.generator import GeneratorConfig
+from skyrl_async.environments.answers import FunctionEnv
 from skyrl_async.errors import AgentsFailedError, GenerationError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness
@@ -580,6 +582,27 @@ async def test_what_an_environment_gives_for_a_text_is_the_reward_of_its_turn_if
     source = EnvironmentReward(make_environment, CallThreads("reward", 1), max_turns=8)
     earned = await source.reward_of(Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={}), episode)
     assert earned.turn_rewards == pytest.approx(turn_rewards) and earned.reward == pytest.approx(0.2)
+
+
+async def test_an_environment_that_rewards_other_tokens_than_were_sampled_fails_the_group() -> None:
+    episode = AgentEpisode(
+        messages=(),
+        last_text="hello!",
+        output=None,
+        working_dir=Path(),
+        num_turns=1,
+        num_turn_tokens=(3,),
+        is_truncated=False,
+    )
+    found = [0.5, 0.25, 0.0]
+    source = EnvironmentReward(
+        lambda name, extras: FunctionEnv(lambda answer, columns: found, extras), CallThreads("reward", 1), max_turns=8
+    )
+    (of_turn,) = (await source.reward_of(PROMPT, episode)).turn_rewards
+    assert np.array_equal(of_turn, found)
+    found.pop()
+    with pytest.raises(GenerationError, match=r"FunctionEnv.step for turn 0 must have .* token \(3\), got 2"):
+        await source.reward_of(PROMPT, episode)
 
 
 async def test_an_environment_of_one_turn_is_told_the_answer() -> None:
