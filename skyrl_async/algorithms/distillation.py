@@ -30,12 +30,15 @@ class Distillation:
     ratio_clip: float | None = None
     """Largest ``teacher / student``, for ``forward``; None: no bound. With one, what the teacher likes more than that counts as that."""
     is_alone: bool = True
-    """In place of the rewards' advantages; False: added to them."""
+    """In place of the rewards' advantages, and without their weights; False: added to them."""
 
     def __call__(self, group: Group) -> Group:
         """Return the group with the teacher's share in its advantages. Raises ``TrainingError`` without ``teacher_logprobs``."""
-        rows = zip(group.trajectories, group.advantages, strict=True)
-        return replace(group, advantages=tuple(self._of_row(*pair) for pair in rows))
+        rows = group.trajectories
+        advantages = tuple(self._of_row(*pair) for pair in zip(rows, group.advantages, strict=True))
+        if self.is_alone:
+            rows = tuple(row if row.token_weights is None else replace(row, token_weights=None) for row in rows)
+        return replace(group, trajectories=rows, advantages=advantages)
 
     def _of_row(self, row: Trajectory, advantages: Advantages) -> Advantages:
         if not row.num_sampled_tokens:

@@ -103,6 +103,13 @@ def test_it_takes_the_place_of_the_rewards_or_is_added_to_them() -> None:
         assert found == pytest.approx([value + level for value in of_teacher], abs=1e-6)
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_in_place_of_the_rewards_it_is_not_weighed_by_them_either(is_alone: bool) -> None:
+    weighed = replace(group(row((0, 1), token_weights=(0.5, 0.0))), advantages=(np.ones(2, np.float32),))
+    (found,) = Distillation(is_alone=is_alone)(weighed).trajectories
+    assert (found.token_weights is None) == is_alone
+
+
 def test_the_student_is_as_it_was_recomputed_and_only_trained_tokens_are_judged() -> None:
     one = row((1, 2), old_logprobs=(-0.5, -0.25), old_version=3, loss_mask=(0, 1))
     (found,) = advantages(Distillation(), one)
