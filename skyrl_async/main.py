@@ -180,8 +180,8 @@ class _Run:
         return self._report_failure(error)
 
     def _report_failure(self, error: BaseException) -> int:
-        """Log the error with all that led to it; show one line, or the traceback of an error that does not explain itself, and what is
-        saved.
+        """Log the error with all that led to it. Show one line, or a traceback where it does not explain itself, then the last
+        checkpoint.
         """
         _only_in_file.error("the run failed", exc_info=error)
         if isinstance(error, SkyRLAsyncError):

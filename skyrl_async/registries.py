@@ -70,7 +70,7 @@ class Registry(Generic[E]):
     arguments: Callable[[E], tuple[str, ...]]
     """What the function is called with, for messages; their number is checked."""
     other_arguments: str = ""
-    """How a function of other arguments is named in place of it, for messages; empty: it is not."""
+    """Text that ends the error about a function with other arguments."""
 
     def __post_init__(self) -> None:
         self._builtin = frozenset(self.entries)

@@ -41,8 +41,8 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-_OF_ENGINES = (GenerationError, InferenceError, PublishError)
-"""Failures of engines and rollouts, of which the last evaluation may die."""
+_ENGINE_FAILURES = (GenerationError, InferenceError, PublishError)
+"""Failures of engines and rollouts; the last evaluation may fail with them."""
 
 
 class FullyAsyncTrainer:
@@ -198,7 +198,7 @@ class FullyAsyncTrainer:
             failure = self._run.shutdown.failure or last
             if last is not failure:
                 logger.warning("a later failure: %r", last)
-            if _leaves_accounts_right(failure):
+            if _may_save_after(failure):
                 await self._save_what_is_trained()
             raise failure from failure.__cause__
         finally:
@@ -211,7 +211,7 @@ class FullyAsyncTrainer:
         try:
             if self._config.eval_at_end and (after := await self._validation.evaluate_alone()):
                 self.reward_after = after.reward
-        except _OF_ENGINES as error:
+        except _ENGINE_FAILURES as error:
             logger.exception("the last evaluation failed; training is complete")
             self.evaluation_failure = error
 
@@ -244,7 +244,7 @@ class FullyAsyncTrainer:
             root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
             assert isinstance(root, Exception)
             self._run.shutdown.remember(root)
-            if _leaves_accounts_right(root):
+            if _may_save_after(root):
                 await self._saver.collect_open_tokens()
                 await self._run.gate.close()
             raise
@@ -273,6 +273,6 @@ class FullyAsyncTrainer:
             logger.warning("no checkpoint was written of step %d: %s", step, error, exc_info=is_unexpected)
 
 
-def _leaves_accounts_right(failure: BaseException) -> bool:
-    """Whether what is trained may be saved; wrong accounts of groups would be wrong in a checkpoint too."""
+def _may_save_after(failure: BaseException) -> bool:
+    """Whether what is trained may be saved: where groups are counted wrongly the checkpoint would be wrong too."""
     return isinstance(failure, Exception) and not isinstance(failure, StateError | AssertionError)

@@ -93,7 +93,7 @@ class Critic(Protocol):
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], returns: Sequence[float | Values], version: int, /
     ) -> dict[str, Any]:
-        """Accumulate the gradient of the *sum* of the value loss over sampled tokens, each weighted as by ``Policy``.
+        """Accumulate the gradient of the *sum* of the value loss over sampled tokens, each weighted by its row's ``weight``.
 
         Args:
             trajectories: rows to train on; ``values`` are those that the loss is clipped around.

@@ -202,10 +202,11 @@ class AlgorithmConfig:
     """Rewards to advantages. Within the group: grpo (centred, see grpo_norm_by_std), dr_grpo (centred), rloo (less the mean of the others:
     exact for groups of any size), maxrl (centred, over the mean; rewards of 0 and 1). Over the mini-batch: reinforce++ (normalised),
     reinforce++_baseline (centred within the group, then normalised). By turn, from what the environment gives for each: turn_rloo (what
-    follows a turn, less the mean of the others: exact, however many turns each took), gigpo (turns shown the same are compared too),
-    turn_credit (rloo, moved towards the turns before a reward). Without a group, so that generator.n_samples_per_prompt=1 works too:
-    running_mean (less the mean of what the prompt's earlier samples earned), and from a critic's values (trainer.critic) gae (over tokens)
-    and turn_gae (over turns). Or package.module:function in place of a name, of the rewards of a group.
+    follows a turn, by token where rewards are, less the mean of the others: exact, however many turns each took), gigpo (turns shown the
+    same are compared too), turn_credit (rloo, moved towards the turns before a reward). Without a group, so that
+    generator.n_samples_per_prompt=1 works too: running_mean (less the mean of what the prompt's earlier samples earned), and from a
+    critic's values (trainer.critic) gae (over tokens) and turn_gae (over turns). Or package.module:function in place of a name, of the
+    rewards of a group.
     """
     gamma: float = bounded(1.0, ge=0, le=1)
     """What a reward counts one token earlier with gae, one turn earlier with turn_gae."""

@@ -38,7 +38,7 @@ class _NoScoresError(InferenceError):
 
 
 def _told(error: Exception) -> str:
-    """What a check failed of, in words."""
+    """Why a check failed, in words."""
     if isinstance(error, httpx.HTTPStatusError):
         code = error.response.status_code
         is_refused = code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
