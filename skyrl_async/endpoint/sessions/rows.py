@@ -58,7 +58,8 @@ def rows(tree: TurnTree, outcome: SessionOutcome, settings: SessionSettings) -> 
         seen.update(path)
     kept = [branch for branch in branches if outcome.is_abandoned or branch.is_trained] or branches[:1]
     turn_rewards = outcome.turn_rewards(tree.num_turn_tokens)
-    return tuple(_row(branch, outcome, turn_rewards, weight=1 / len(kept)) for branch in kept)
+    token_rewards = outcome.token_rewards(tree.num_turn_tokens)
+    return tuple(_row(branch, outcome, turn_rewards, token_rewards, weight=1 / len(kept)) for branch in kept)
 
 
 def _paths(turns: Sequence[Turn], policy: BranchPolicyName) -> list[tuple[Turn, ...]]:
@@ -81,7 +82,15 @@ def _mask(turn: Turn, is_context: bool, trains_constrained: bool) -> Mask:
     return np.ones(len(turn.addition.token_ids), np.bool_)
 
 
-def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ...], *, weight: float) -> Trajectory:
+def _row(
+    branch: _Branch,
+    outcome: SessionOutcome,
+    turn_rewards: tuple[float, ...],
+    token_rewards: Sequence[Rewards],
+    *,
+    weight: float,
+) -> Trajectory:
+    """One branch as a row. ``token_rewards`` by turn; empty: none are rewarded by token."""
     spans: list[TurnSpan] = []
     num_before, own = 0, set(branch.own)
     token_ids: list[TokenIds] = []
@@ -98,7 +107,8 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
             loss_mask.append(np.zeros(len(between), np.bool_))
             logprobs.append(np.zeros(len(between), np.float32))
             versions.append(VersionSpans.constant(ENVIRONMENT_VERSION, len(between)))
-            rewards.append(np.zeros(len(between), np.float32))
+            if token_rewards:
+                rewards.append(np.zeros(len(between), np.float32))
             num_before += len(between)
         if turn in own:
             spans.append(TurnSpan(index=turn.index, start=num_before, end=num_before + len(added.token_ids)))
@@ -107,8 +117,9 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
         loss_mask.append(mask)
         logprobs.append(np.where(mask, added.logprobs, np.float32(0.0)))
         versions.append(added.versions.masked(mask, ENVIRONMENT_VERSION))
-        num = len(added.token_ids)
-        rewards.append(outcome.token_rewards(turn.index, num) if turn in own else np.zeros(num, np.float32))
+        if token_rewards:
+            of_turn = token_rewards[turn.index]
+            rewards.append(of_turn if turn in own else np.zeros_like(of_turn))
     return Trajectory(
         prompt_token_ids=first.prompt_token_ids,
         response_token_ids=np.concatenate(token_ids),
@@ -117,7 +128,7 @@ def _row(branch: _Branch, outcome: SessionOutcome, turn_rewards: tuple[float, ..
         versions=VersionSpans.joined(versions),
         reward=outcome.reward,
         turn_rewards=turn_rewards,
-        token_rewards=np.concatenate(rewards) if outcome.is_by_token else None,
+        token_rewards=np.concatenate(rewards) if token_rewards else None,
         turn_spans=tuple(spans),
         num_turns=len(branch.own),
         is_truncated=outcome.is_truncated or last.finish_reason is FinishReason.LENGTH,

@@ -133,17 +133,17 @@ class SessionOutcome(BaseModel):
             found[one.turn] += one.total
         return tuple(found) if self.rewards else ()
 
-    @property
-    def is_by_token(self) -> bool:
-        """Whether single tokens are rewarded."""
-        return any(isinstance(one.value, tuple) for one in self.rewards)
+    def token_rewards(self, num_tokens: Sequence[int]) -> list[Rewards]:
+        """For each turn (T,) float32: what its sampled tokens earned; the last one has what is known of the turn only.
 
-    def token_rewards(self, turn: int, num_tokens: int) -> Rewards:
-        """(num_tokens,) float32: what each sampled token of a turn earned; the last one has what is known of the turn only."""
-        found: Rewards = np.zeros(num_tokens, np.float32)
+        Empty where no single token is rewarded. ``num_tokens`` as ``turn_rewards``, which checks it.
+        """
+        if not any(isinstance(one.value, tuple) for one in self.rewards):
+            return []
+        found: list[Rewards] = [np.zeros(num, np.float32) for num in num_tokens]
         for one in self.rewards:
-            if one.turn == turn:
-                found += one.value if isinstance(one.value, tuple) else at_last(one.value, num_tokens)
+            of_turn = found[one.turn]
+            of_turn += one.value if isinstance(one.value, tuple) else at_last(one.value, len(of_turn))
         return found
 
 
