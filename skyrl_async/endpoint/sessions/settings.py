@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 from skyrl_async.columns import Rewards, at_last
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
@@ -64,6 +64,10 @@ class SessionSampling(BaseModel):
         )
 
 
+_MAX_REWARD = 1e30
+"""Largest reward of one turn or token: the sum of many is finite in 32 bits too."""
+
+
 class TurnReward(BaseModel):
     """What one turn of a session earned."""
 
@@ -74,9 +78,20 @@ class TurnReward(BaseModel):
     value: FiniteFloat | tuple[FiniteFloat, ...]
     """Of the whole turn, or of each of its sampled tokens."""
 
+    @field_validator("value")
+    @classmethod
+    def _check_size(cls, value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+        if largest := next((one for one in _listed(value) if abs(one) > _MAX_REWARD), 0.0):
+            raise ValueError(f"rewards are too large: each must be between -1e30 and 1e30, got {largest:g}")
+        return value
+
     @property
     def total(self) -> float:
-        return math.fsum(self.value) if isinstance(self.value, tuple) else self.value
+        return math.fsum(_listed(self.value))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 class SessionOutcome(BaseModel):
@@ -97,12 +112,13 @@ class SessionOutcome(BaseModel):
     @classmethod
     def _sum_up(cls, given: Any) -> Any:
         """The reward that is left out."""
-        if isinstance(given, dict) and "reward" not in given:
-            try:
-                return given | {"reward": math.fsum(np.sum(one["value"]) for one in given["rewards"])}
-            except (KeyError, TypeError, ValueError, OverflowError):  # the fields' own checks name what is wrong
-                return given
-        return given
+        if not isinstance(given, dict) or "reward" in given or "rewards" not in given:
+            return given
+        try:
+            total = math.fsum(math.fsum(_listed(one["value"])) for one in given["rewards"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            total = 0.0  # the checks of rewards name what is wrong
+        return given | {"reward": total}
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:

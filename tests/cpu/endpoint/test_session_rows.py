@@ -32,6 +32,11 @@ def only(found: tuple[Trajectory, ...]) -> Trajectory:
     return row
 
 
+def test_a_reward_that_is_left_out_is_the_exact_sum() -> None:
+    outcome = SessionOutcome.model_validate({"rewards": [{"turn": 0, "value": [1e17, 1.0, -1e17]}]})
+    assert outcome.reward == 1.0
+
+
 def test_a_conversation_is_one_row_with_what_came_between_as_context(policy: Policy) -> None:
     messages = [user("a")]
     first = policy.tree.commit(
