@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_async.composition.algorithms import correction_settings, loss_constants
-from skyrl_async.composition.teachers import first_difference
 from skyrl_async.composition.time_sharing import on_leased_devices
 from skyrl_async.config.rules.algorithm import needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.deepspeed import read_user_config
@@ -33,6 +32,8 @@ from skyrl_async.training.workers.logprob_workers import ColumnStageWork, Logpro
 from skyrl_async.types import LogprobModel
 
 logger = logging.getLogger(__name__)
+
+_SAME_TOKENIZER = "it must have the policy's tokenizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +60,46 @@ def check_logprobs(config: Config, policy_dir: Path) -> None:
     }
     for key, path in beside.items():
         if path is not None:
-            _check_tokens(key, Path(path), policy_dir, trust_remote_code=config.policy.trust_remote_code)
+            check_same_tokens(key, Path(path), policy_dir, trust_remote_code=config.policy.trust_remote_code)
 
 
-def _check_tokens(key: str, path: Path, policy_dir: Path, *, trust_remote_code: bool) -> None:
-    """Raise ``PolicyError`` where a model has other tokens than the policy: by their number, and one by one where it has a tokenizer."""
-    here = text_config(read_config(str(policy_dir)))
-    there = text_config(read_config(str(path), key))
-    sizes = [each.get("vocab_size") for each in (here, there)]
-    if sizes[0] != sizes[1]:
-        raise PolicyError(
-            f"{key}={path} has {sizes[1]} tokens and the policy {sizes[0]}: it must have the policy's tokenizer"
-        )
-    if path.samefile(policy_dir) or not has_tokenizer(str(path)):
+def check_same_tokens(
+    key: str,
+    path: Path,
+    policy_dir: Path,
+    *,
+    trust_remote_code: bool,
+    same_size: str | None = _SAME_TOKENIZER,
+) -> None:
+    """Raise ``PolicyError`` where a model has other tokens than the policy: by their number, and one by one where it has a tokenizer.
+
+    Args:
+        key: of the configuration, for messages.
+        path: directory of the model.
+        policy_dir: directory of the policy.
+        trust_remote_code: passed to transformers.
+        same_size: why both have as many tokens, unused ones included; None: they need not, if it has a tokenizer.
+    """
+    theirs, ours = (
+        text_config(read_config(str(directory), key_of)).get("vocab_size")
+        for directory, key_of in ((path, key), (policy_dir, "policy.path"))
+    )
+    has_own = has_tokenizer(str(path))
+    if theirs != ours and not (has_own and same_size is None):
+        raise PolicyError(f"{key}={path} has {theirs} tokens and the policy {ours}: {same_size or _SAME_TOKENIZER}")
+    if path.samefile(policy_dir) or not has_own:
         return
     from transformers import AutoTokenizer
 
     load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=trust_remote_code)
-    if differing := first_difference(load(path), load(policy_dir)):
-        token, theirs, ours = differing
-        raise PolicyError(f"{key}={path} must have the policy's tokens: {token} is {theirs!r} there and {ours!r} here")
+    there, here = ({token: text for text, token in load(each).get_vocab().items()} for each in (path, policy_dir))
+    if differing := [token for token in there.keys() | here.keys() if there.get(token) != here.get(token)]:
+        token = min(differing)
+        raise PolicyError(
+            f"{key}={path} must have the policy's tokens: {token} is {there.get(token)!r} there and {here.get(token)!r} here"
+        )
+    if theirs != ours and (theirs or 0) <= max(here):
+        raise PolicyError(f"{key}={path} has {theirs} tokens, and the policy's tokenizer more")
 
 
 def reference_path(config: Config) -> str | None:

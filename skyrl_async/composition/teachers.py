@@ -7,22 +7,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skyrl_async.composition.data import Prompts, declared_context
+from skyrl_async.composition.logprobs import check_same_tokens
 from skyrl_async.composition.time_sharing import on_leased_devices
 from skyrl_async.config.rules.algorithm import is_url, local_teachers
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, PolicyError, TrainingError
-from skyrl_async.inference.policy_files import read_config, text_config
+from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import DeviceGroup
 from skyrl_async.training.workers.logprob_workers import ColumnStageWork, LogprobWorkers
 from skyrl_async.training.workers.served_teacher import ServedTeacher
 from skyrl_async.types import Group, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _KEY = "trainer.algorithm.distillation"
 Teacher = LogprobWorkers | ServedTeacher
@@ -35,8 +31,16 @@ def check_teachers(config: Config, policy_dir: Path, prompts: Prompts) -> None:
         return
     for prompt in prompts.train:
         teacher_of(config, prompt)
+    top_k = config.trainer.algorithm.distillation.top_k
+    same_size = f"with {_KEY}.top_k={top_k} both must have as many, unused ones included; set top_k=null, or choose another teacher"
     for name, place in local_teachers(config).items():
-        _check_tokens(name, Path(place), policy_dir, config.trainer.algorithm.distillation.top_k)
+        check_same_tokens(
+            f"{_KEY}.teachers.{name}",
+            Path(place),
+            policy_dir,
+            trust_remote_code=config.policy.trust_remote_code,
+            same_size=None if top_k is None else same_size,
+        )
 
 
 def teacher_of(config: Config, prompt: Prompt) -> str:
@@ -53,44 +57,6 @@ def teacher_of(config: Config, prompt: Prompt) -> str:
     return str(name)
 
 
-def _check_tokens(name: str, directory: Path, policy_dir: Path, top_k: int | None) -> None:
-    from transformers import AutoTokenizer
-
-    key = f"{_KEY}.teachers.{name}"
-    if not directory.is_dir():
-        raise PolicyError(
-            f"{key} must be a local directory, or an address that begins with http:// or https://, got {directory}, which is no directory"
-        )
-    sizes = [
-        text_config(read_config(str(path), key_of)).get("vocab_size")
-        for path, key_of in ((directory, key), (policy_dir, "policy.path"))
-    ]
-    there, here = (AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (directory, policy_dir))
-    differing = first_difference(there, here)
-    if differing is not None:
-        token, theirs, ours = differing
-        raise PolicyError(
-            f"{key}={directory} must have the policy's tokens: {token} is {theirs!r} there and {ours!r} here"
-        )
-    if sizes[0] < max(here.get_vocab().values()) + 1:
-        raise PolicyError(f"{key}={directory} has {sizes[0]} tokens, and the policy's tokenizer more")
-    if top_k is not None and sizes[0] != sizes[1]:
-        raise PolicyError(
-            f"{key}={directory} has {sizes[0]} tokens and the policy {sizes[1]}: with {_KEY}.top_k={top_k} both must have as many, unused "
-            "ones included; set top_k=null, or choose another teacher"
-        )
-
-
-def first_difference(
-    there: "PreTrainedTokenizerBase", here: "PreTrainedTokenizerBase"
-) -> tuple[int, str | None, str | None] | None:
-    """The first token id that is not the same text in both; None if there is none."""
-    theirs, ours = ({number: text for text, number in each.get_vocab().items()} for each in (there, here))
-    differing = (number for number in sorted(ours.keys() | theirs.keys()) if ours.get(number) != theirs.get(number))
-    number = next(differing, None)
-    return None if number is None else (number, theirs.get(number), ours.get(number))
-
-
 async def served_teachers(config: Config, policy_dir: Path, stack: AsyncExitStack) -> dict[str, Teacher]:
     """Connect to the servers among the teachers until ``stack`` ends. Raises ``ConfigError`` for one that cannot be used."""
     distillation, found = config.trainer.algorithm.distillation, dict[str, Teacher]()
@@ -98,7 +64,9 @@ async def served_teachers(config: Config, policy_dir: Path, stack: AsyncExitStac
         return found
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        policy_dir, local_files_only=True, trust_remote_code=config.policy.trust_remote_code
+    )
     token_ids = sorted(tokenizer.get_vocab().values())
     for name, url in distillation.teachers.items():
         if is_url(url):

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl_async.config.rules.algorithm import local_teachers
 from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device, DType
@@ -12,6 +13,8 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS
 from skyrl_async.errors import PolicyError
 
+_DIRECTORY = "a local Hugging Face directory (a model of the hub has to be downloaded first)"
+_OR_ADDRESS = ", or an address that begins with http:// or https://"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -64,26 +67,25 @@ def adapter_rules(config: Config) -> Iterator[str]:
 
 def check_directories(config: Config) -> None:
     """Raise ``PolicyError`` where the directory of the policy is incomplete, or that of a model that has its tokens."""
+    teachers = {f"trainer.algorithm.distillation.teachers.{name}": at for name, at in local_teachers(config).items()}
     names = {
         "policy.path": config.policy.path,
         "trainer.ref.path": config.trainer.ref.path,
         "trainer.critic.model.path": config.trainer.critic.model.path,
     }
-    for key, name in names.items():
+    for key, name in (names | teachers).items():
         if name is None:
             continue
         path, found = Path(os.path.expanduser(name)), f"{key}={name}"
-        _check_model(path, found)
+        _check_model(path, found, _DIRECTORY + (_OR_ADDRESS if key in teachers else ""))
         if key == "policy.path" and not any((path / file).is_file() for file in _TOKENIZER_FILES):
             raise PolicyError(f"{found} has no tokenizer (such as tokenizer.json); copy it beside its config.json")
 
 
-def _check_model(path: Path, found: str) -> None:
+def _check_model(path: Path, found: str, needed: str) -> None:
     if not os.path.isdir(path):
         what = "is a file" if os.path.exists(path) else "does not exist"
-        raise PolicyError(
-            f"{found} {what}; give a local Hugging Face directory (a model of the hub has to be downloaded first)"
-        )
+        raise PolicyError(f"{found} {what}; give {needed}")
     if not (path / "config.json").is_file():
         raise PolicyError(f"{found} has no config.json; give the directory of a Hugging Face model")
     if not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):

@@ -270,9 +270,9 @@ def test_each_prompt_names_its_teacher_and_a_directory_has_the_policys_tokens(tm
     ):
         check_teachers(config_of(f"{TEACHERS}={{t: {other}}}"), policy, prompts({}))
     with pytest.raises(
-        PolicyError, match="teachers.t must be .* that begins with http:// or https://, got host:8000/v1"
+        PolicyError, match="teachers.t=host:8000/v1 does not exist; .*, or an address that begins with http://"
     ):
-        check_teachers(config_of(f"{TEACHERS}={{t: 'host:8000/v1'}}"), policy, prompts({}))
+        from_overrides(f"{TEACHERS}={{t: 'host:8000/v1'}}")
 
 
 def test_the_likeliest_tokens_are_asked_of_a_local_teacher_with_as_many_tokens_as_the_policy(tmp_path: Path) -> None:
