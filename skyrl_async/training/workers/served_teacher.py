@@ -122,8 +122,12 @@ class ServedTeacher:
         return ConfigError(f"{self._key} must have the policy's tokens: {token} is {there!r} there and {here!r} here")
 
     async def _text(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of tokens; None where the server does not tell it. Raises ``httpx.HTTPError``."""
         answer = await self._http.post(self._detokenize_url, json={"tokens": list(token_ids)})
-        return str(answer.json()["prompt"]) if answer.is_success else None
+        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):
+            return None
+        answer.raise_for_status()
+        return str(answer.json()["prompt"])
 
     async def logprobs_of(self, trajectories: Sequence[Trajectory]) -> RowLogprobs:
         """Log-probs of the trajectories' sampled tokens at temperature 1; waits while the server is gone.

@@ -53,11 +53,12 @@ class Server:
     """What it says of its own."""
     texts: dict[int, str] | None = None
     """Of the tokens that are others than the policy's; None: it does not tell them."""
+    unknown_path: int = 404
     asked: list[list[int]] = field(default_factory=list)
 
     async def detokenize(self, request: Request) -> JSONResponse:
         if self.texts is None:
-            return JSONResponse({"error": "unknown path"}, 404)
+            return JSONResponse({"error": "unknown path"}, self.unknown_path)
         tokens = (await request.json())["tokens"]
         return JSONResponse({"prompt": "".join(self.texts.get(token, decode([token])) for token in tokens)})
 
@@ -163,7 +164,7 @@ async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(s
     [
         ("html", "what answers there is another kind of server"),
         ("v2", "http.*/v2/models answers 404"),
-        ("private", "http.*/models answers 401, see trainer.algorithm.distillation.api_key"),
+        ("private", "http.*/detokenize answers 401, see trainer.algorithm.distillation.api_key"),
         (None, r"nobody answers there \(ConnectError: .+\)"),
     ],
 )
@@ -211,6 +212,9 @@ async def test_of_a_server_that_does_not_tell_its_tokens_a_few_are_compared_whic
         )
         with pytest.raises(ConfigError, match="must have the policy's tokens: 47 is '<47>' there and 'x' here"):
             await teacher.check(range(VOCABULARY), lambda ids: decode(ids).replace("<47>", "x"))
+        server.unknown_path = 500
+        with pytest.raises(ConfigError, match="must be the address, .*: http.*/detokenize answers 500"):
+            await teacher.check(range(VOCABULARY), decode)
     await server.policy.close()
 
 
