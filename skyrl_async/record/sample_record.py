@@ -14,13 +14,11 @@ from pathlib import Path
 
 from skyrl_async.record.ended import EndedGroup
 from skyrl_async.record.files import SamplesFile, cut, file_of, join, without_texts, write
-from skyrl_async.record.table import TurnsOf, table_of
+from skyrl_async.record.table import ROW_COLUMNS, TurnsOf, table_of
 from skyrl_async.runtime.disk_writer import DiskWriter
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_BYTES = 13
-"""Memory of one token: its id, behavior log-prob, mask, and one other kind of log-probs."""
 _MAX_WAITING_BYTES = 512 << 20
 _JOINED_PARTS, _JOINED_BYTES = 64, 64 << 20
 """So many parts, or parts of so many bytes, become one file."""
@@ -146,5 +144,5 @@ def _pieces(groups: list[_Waiting]) -> Iterator[list[_Waiting]]:
 
 def _num_bytes(waiting: _Waiting) -> int:
     _, ended, _ = waiting
-    rows = ended.group.trajectories
-    return 1000 * ended.num_rows + _TOKEN_BYTES * sum(len(r.prompt_token_ids) + len(r.response_token_ids) for r in rows)
+    columns = (getattr(row, name) for row in ended.group.trajectories for name in ROW_COLUMNS)
+    return 1000 * ended.num_rows + sum(column.nbytes for column in columns if column is not None)

@@ -358,6 +358,17 @@ def test_a_full_disk_costs_no_run_and_rows_are_written_once_there_is_room(
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p1", "p2", "p3"]
 
 
+def test_rows_with_more_columns_leave_room_in_memory_for_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("skyrl_async.record.sample_record._MAX_WAITING_BYTES", 150_000)
+    columns = dict.fromkeys(("values", "token_weights", "ref_logprobs"), np.zeros(10_000, np.float32))
+    for fields in ({}, columns):
+        assert not caplog.messages
+        SampleRecord(tmp_path / DIRECTORY).add(ended("p", 1, Outcome.TRAINED, row(10_000, **fields)))
+    assert "samples are left out: the disk does not keep up with them" in caplog.text
+
+
 def test_a_disk_that_hangs_costs_no_run_a_bounded_memory_and_one_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
