@@ -9,12 +9,13 @@ import pytest
 from skyrl_async.algorithms.advantages import AdvantageEstimator, MaskGroup
 from skyrl_async.algorithms.credit import GroupRewards
 from skyrl_async.algorithms.step_advantages import StepAdvantages
-from skyrl_async.composition.algorithms import Advantages
+from skyrl_async.composition.algorithms import Advantages, make_advantages
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
 from tests.cpu.advantage_columns import numbers
+from tests.cpu.quick_config import config_of
 
 SETTINGS = SimulationSettings(mean_tokens=100.0, sigma=0.8, num_steps=6, mini_batch_size=4, step_seconds=0.5)
 
@@ -51,6 +52,23 @@ def test_all_groups_of_a_step_get_their_advantages_together_unless_it_streams(st
         assert [numbers(group.advantages) for group in groups] == [(i % num_at_once,) * 2 for i in range(4)]
         if not streamed:
             assert [g.admission_index for g in groups] == sorted(g.admission_index for g in groups)
+
+
+def test_normalised_advantages_are_those_of_a_whole_step_which_is_then_not_streamed() -> None:
+    of_step = make_advantages(config_of("trainer.algorithm.advantage_batch_normalize=true").trainer.algorithm).of_step
+    assert of_step.need_mini_batch
+    made = Advantages(of_stage=AdvantageEstimator(compute=lambda rewards: range(len(rewards))), of_step=of_step)
+    record = KeptGroups()
+
+    async def main() -> None:
+        await Simulation(replace(SETTINGS, stream_mini_batch=True), advantages=made, record=record).trainer.run()
+
+    run_in_virtual_time(main())
+    for step in range(1, 7):
+        of_groups = [np.concatenate(group.advantages) for at, group in record.trained if at == step]
+        tokens = np.concatenate(of_groups)
+        assert (tokens.mean(), tokens.std(ddof=1)) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-5))
+        assert max(abs(column.mean()) for column in of_groups) > 0.01, "not of each group"
 
 
 def test_tokens_that_the_staleness_policy_masks_are_neither_counted_nor_marked() -> None:

@@ -31,6 +31,8 @@ from tests.cpu.config.test_config import policy_directory
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy, write_tokenizer
 
+GAE = "trainer.algorithm.advantage_estimator=gae"
+
 
 def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bound() -> None:
     def in_flight(*overrides: str) -> int:
@@ -91,9 +93,12 @@ class TestLogprobs:
             (("trainer.algorithm.use_kl_loss=true",), ["ref_logp"]),
             (("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.ref_logp=inline"), []),
             (("trainer.algorithm.policy_loss_type=decoupled_ppo",), ["logp"]),
+            ((GAE,), ["logp"]),
+            ((GAE, "trainer.algorithm.vtrace_clip=null"), []),
+            ((GAE, "trainer.max_staleness_steps=0"), []),
         ],
     )
-    def test_a_loss_that_needs_log_probs_gets_a_stage_for_them(
+    def test_a_loss_or_an_estimator_that_needs_log_probs_gets_a_stage_for_them(
         self, overrides: tuple[str, ...], stages: list[str]
     ) -> None:
         assert list(stage_works(from_overrides(*overrides), ModelledPolicy(), LogprobParts(), {})) == stages
@@ -116,7 +121,7 @@ class TestLogprobs:
         ("key", "user"),
         [
             ("trainer.ref.path", "trainer.algorithm.use_kl_loss=true"),
-            ("trainer.critic.model.path", "trainer.algorithm.advantage_estimator=gae"),
+            ("trainer.critic.model.path", GAE),
         ],
     )
     def test_a_model_beside_the_policy_with_other_tokens_is_refused_before_anything_boots(
@@ -236,7 +241,7 @@ async def test_a_critic_begins_with_the_weights_of_its_own_directory_and_learns_
             assert stage == "critic" and arguments["policy_path"] is None
             return InProcessPolicy(settings)
 
-    gae = ("trainer.algorithm.advantage_estimator=gae", f"policy.path={policy}", "training.num_warmup_steps=0")
+    gae = (GAE, f"policy.path={policy}", "training.num_warmup_steps=0")
     write_tokenizer(policy)
     config = from_overrides(*gae, f"trainer.critic.model.path={other}", "trainer.critic.optimizer_config.lr=0.0125")
     async with contextlib.AsyncExitStack() as stack:

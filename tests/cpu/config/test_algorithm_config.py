@@ -19,6 +19,7 @@ from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
 LOSS = "trainer.algorithm.policy_loss_type"
+NORMALISES = "trainer.algorithm.advantage_batch_normalize=true"
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"])
@@ -60,6 +61,18 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
             r"trainer.stream_mini_batch must be false or null with .*=reinforce\+\+, got true: its advantages depend on all "
             "groups of a step; choose rloo or grpo",
         ),
+        (
+            [NORMALISES, "trainer.stream_mini_batch=true"],
+            "trainer.stream_mini_batch must be false or null with .*advantage_batch_normalize=true, got true: it takes the mean over all",
+        ),
+        (
+            [NORMALISES, "trainer.algorithm.distillation.teachers={t: /x}"],
+            "advantage_batch_normalize must be false with .*distillation.teachers, got true: it would change what coef weighs",
+        ),
+        (
+            [f"{ESTIMATOR}=gae", "trainer.algorithm.vtrace_clip=null", "trainer.deterministic=true"],
+            "max_staleness_steps must be 0 with trainer.deterministic=true and .*=gae, got 4: values are computed by the critic",
+        ),
     ],
 )
 def test_a_wrong_algorithm_is_refused_with_what_to_change(overrides: list[str], expected: str) -> None:
@@ -96,9 +109,14 @@ def test_estimators_of_groups_may_be_streamed() -> None:
         ("turn_credit", "turn_credit.decay=0.9", (1 + 0.9 / 1.9 - 0.5, 1 + 1 / 1.9 - 0.5), (-1.0, -1.0)),
         ("turn_credit", "turn_credit.decay=0", (0.5, 1.5), (-1.0, -1.0)),
         ("turn_credit", "turn_credit.weight=0", (1.0, 1.0), (-1.0, -1.0)),
+        ("turn_rloo", "turn_discount=0.5", (0.5, 1.0), (-0.5, -1.0)),
+        ("gae", "gamma=0.5", (0.125, 0.5), (-0.125, -0.5)),
+        ("gae", "lambd=0.5", (0.375, 0.5), (0.125, -0.5)),
+        ("gae", "vtrace_clip=1", (0.5, 0.5), (0.0, -0.5)),
+        ("gae", "vtrace_clip=null", (0.75, 0.5), (-0.25, -0.5)),
     ],
 )
-def test_a_key_of_an_estimator_of_turns_reaches_the_advantages_of_their_tokens(
+def test_a_key_of_an_estimator_of_turns_or_tokens_reaches_the_advantages(
     name: str, key: str, of_first: tuple[float, float], of_second: tuple[float, float]
 ) -> None:
     algorithm = from_overrides(f"{ESTIMATOR}={name}", f"trainer.algorithm.{key}").trainer.algorithm
@@ -112,15 +130,35 @@ def test_a_key_of_an_estimator_of_turns_reaches_the_advantages_of_their_tokens(
             reward=reward,
             turn_rewards=(0.0, reward),
             turn_spans=(TurnSpan(index=0, start=0, end=1), TurnSpan(index=1, start=2, end=3)),
+            values=(0.25, 0.0, 0.5),
+            old_logprobs=(-1.0, 0.0, -1.0 - math.log(2)),
+            old_version=1,
         )
         for shown, reward in ((3, 1.0), (4, 0.0))  # the first turns were shown the same
     ]
     group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=tuple(rows))
-    estimator = make_advantages(algorithm).of_stage
-    assert estimator is not None
-    (found,) = with_advantages([group], estimator)
+    made = make_advantages(algorithm)
+    (found,) = made.of_step([group] if made.of_stage is None else with_advantages([group], made.of_stage))
     columns = [column[[0, 2]].tolist() for column in found.advantages]
     assert columns == [pytest.approx(of_first, abs=1e-5), pytest.approx(of_second, abs=1e-5)]
+
+
+@pytest.mark.parametrize(("decay", "expected"), [("0", 0.0), ("0.5", 1 / 3), ("1", 0.5)])
+def test_the_decay_of_a_running_mean_reaches_the_baseline(decay: str, expected: float) -> None:
+    keys = (f"{ESTIMATOR}=running_mean", f"trainer.algorithm.running_mean.decay={decay}")
+    of_step = make_advantages(config_of(*keys).trainer.algorithm).of_step
+    for reward in (1.0, 0.0, 0.0):
+        row = Trajectory(
+            prompt_token_ids=(1,),
+            response_token_ids=(2,),
+            loss_mask=(1,),
+            logprobs=(-1.0,),
+            versions=(0,),
+            reward=reward,
+        )
+        (found,) = of_step([Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))])
+        of_step.end_step()
+    assert found.advantages[0].tolist() == [pytest.approx(-expected)]
 
 
 @pytest.mark.parametrize(

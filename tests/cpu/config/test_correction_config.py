@@ -22,6 +22,7 @@ from skyrl_async.training.backends.settings import TrainingSettings
 PREFIX = "trainer.algorithm.off_policy_correction"
 ROLLOUT_IS = "trainer.algorithm.policy_loss_type=rollout_is"
 DECOUPLED = "trainer.algorithm.policy_loss_type=decoupled_ppo"
+GAE = "trainer.algorithm.advantage_estimator=gae"
 
 
 def config_of(*overrides: str) -> Config:
@@ -110,6 +111,10 @@ def test_corrections_reach_the_policy_workers() -> None:
             f"generator.sampling.min_p must be left at its default with {PREFIX}.m2_threshold=0.04, got 0.1: .* leave it null",
         ),
         (
+            [ROLLOUT_IS, GAE, "generator.sampling.top_p=0.9"],
+            "generator.sampling.top_p must be left at its default with trainer.algorithm.vtrace_clip=1, got 0.9: .* set vtrace_clip=null",
+        ),
+        (
             [ROLLOUT_IS, "token_mask_is_threshold_high=5", "generator.sampling.top_p=0.9"],
             f"generator.sampling.top_p must be left at its default with {PREFIX}.token_mask_is_threshold_high=5, got 0.9",
         ),
@@ -133,6 +138,8 @@ def test_a_divergence_in_the_loss_goes_with_truncated_sampling() -> None:
 def test_a_weight_goes_with_truncated_sampling_and_held_out_prompts_are_sampled_at_will() -> None:
     assert config_of(ROLLOUT_IS, "tis_ratio_type=token", "generator.sampling.top_p=0.9").generator.sampling.top_p == 0.9
     assert config_of("evaluation.sampling.top_p=0.9").evaluation.sampling.top_p == 0.9
+    for unweighted in ("trainer.algorithm.vtrace_clip=null", "trainer.max_staleness_steps=0"):
+        config_of(ROLLOUT_IS, GAE, unweighted, "generator.sampling.top_p=0.9")
 
 
 @pytest.mark.parametrize(
