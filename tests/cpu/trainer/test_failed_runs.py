@@ -1,6 +1,7 @@
 """Runs that end by a failure outside of training: what is trained is saved, logged and exported all the same (virtual time)."""
 
 import asyncio
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,13 +26,16 @@ from skyrl_async.errors import (
 )
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
+from skyrl_async.training.workers.logprob_workers import ColumnStageWork
 from skyrl_async.types import Group, Trajectory, WeightUpdate
 from tests.cpu.trainer.test_shutdown import resumed, trained
+from tests.cpu.training.test_teachers import teacher_that_answers
 
 BUSY_TRAINER = SimulationSettings(
     max_staleness_steps=4,
@@ -230,26 +235,55 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
 def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trains_every_group_once(
     tmp_path: Path, settings: SimulationSettings, at: float, gone: Exception
 ) -> None:
-    settings = replace(settings, num_steps=None, num_epochs=1, num_prompts=64)
-
     async def teacher_logp(group: Group) -> Group:
         await asyncio.sleep(0.5)
         if asyncio.get_running_loop().time() > at:
             raise gone
         return group
 
-    async def main() -> Simulation:
+    assert error_of_a_run(tmp_path, settings, teacher_logp, type(gone)) is gone
+
+
+@pytest.mark.parametrize("settings", [BUSY_TRAINER, IN_BATCHES], ids=["steps", "batches"])
+def test_a_teachers_server_that_stays_gone_ends_the_run_with_a_checkpoint_that_trains_every_group_once(
+    tmp_path: Path, settings: SimulationSettings
+) -> None:
+    answered: list[float] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.5)
+        answered.append(asyncio.get_running_loop().time())
+        if answered[-1] > 12.5:
+            return httpx.Response(503)
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "teacher"}]})
+        scores = [{str(token): {"logprob": -1.0}} for token in json.loads(request.content)["prompt"]]
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, *scores[1:]]}]})
+
+    teacher_logp = ColumnStageWork(teacher_that_answers(answer).logprobs_of, "teacher_logprobs")
+    error = error_of_a_run(tmp_path, settings, teacher_logp, InferenceError)
+    assert "teacher math at http://teacher/v1 has not answered for 60 s" in str(error)
+    assert 72.5 < answered[-1] < 84.0, "pauses are of 10 s at most"
+
+
+def error_of_a_run(
+    directory: Path, settings: SimulationSettings, teacher_logp: Prepare, kind: type[Exception]
+) -> Exception:
+    """What ends a run whose teacher is gone, after checks of its checkpoint."""
+    settings = replace(settings, num_steps=None, num_epochs=1, num_prompts=64)
+
+    async def main() -> tuple[Simulation, Exception]:
         simulation = Simulation(
-            settings, checkpoint_dir=tmp_path, prepare_with=lambda policy: {"teacher_logp": teacher_logp}
+            settings, checkpoint_dir=directory, prepare_with=lambda policy: {"teacher_logp": teacher_logp}
         )
-        with pytest.raises(type(gone)) as raised:
+        with pytest.raises(kind) as raised:
             await simulation.trainer.run()
-        assert raised.value is gone
         in_error = [status.name for status in simulation.trainer.stages() if status.state is StageState.ERROR]
         assert in_error == ["teacher_logp"]
-        return simulation
+        return simulation, raised.value
 
-    simulation = run_in_virtual_time(main())
+    simulation, error = run_in_virtual_time(main())
+    del simulation.policy.steps[-1]  # lacks the groups that the teacher holds; its gradients are dropped
     path = simulation.trainer.newest_checkpoint
     assert path is not None
     saved = read_state(path)
@@ -259,6 +293,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_with_a_checkpoint_that_trai
     of_batches = [*trained(simulation), *trained(again)]
     assert Counter(of_batches) == dict.fromkeys(of_batches, settings.update_epochs_per_batch)
     assert len(set(of_batches)) == 64
+    return error
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Teachers behind a server: real HTTP, with a model's own log-probs as the scores; and what is refused before a run."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,6 +130,13 @@ async def test_a_request_that_a_server_aborts_as_it_ends_is_sent_again(server: S
     await server.policy.close()
 
 
+def teacher_that_answers(answer: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> ServedTeacher:
+    """Without sockets, for virtual time."""
+    teacher = ServedTeacher("math", "http://teacher/v1", api_key=None, timeout_s=60.0)
+    teacher._http = httpx.AsyncClient(base_url="http://teacher/v1", transport=httpx.MockTransport(answer))
+    return teacher
+
+
 def test_the_time_of_a_server_that_is_gone_begins_at_the_first_failure() -> None:
     """In virtual time: it takes longer than ``timeout_s`` to say that it is busy, and scores then."""
     answers = iter([503, 200])
@@ -140,12 +148,23 @@ def test_the_time_of_a_server_that_is_gone_begins_at_the_first_failure() -> None
         return httpx.Response(next(answers), json={"choices": [{"prompt_logprobs": [None, {}, {}]}]})
 
     async def scored() -> list[dict[str, object]]:
-        teacher = ServedTeacher("math", "http://teacher/v1", api_key=None, timeout_s=60.0)
-        await teacher.close()
-        teacher._http = httpx.AsyncClient(base_url="http://teacher/v1", transport=httpx.MockTransport(answered))
-        return await teacher._until_scored([1, 2, 3])
+        return await teacher_that_answers(answered)._until_scored([1, 2, 3])
 
     assert run_in_virtual_time(scored()) == [{}, {}, {}]
+
+
+def test_a_server_that_is_gone_for_good_is_asked_until_its_time_is_over() -> None:
+    """In virtual time; pauses between requests are of 10 s at most."""
+
+    async def gone(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503)
+
+    async def main() -> float:
+        with pytest.raises(InferenceError, match="teacher math at http://teacher/v1 has not answered for 60 s"):
+            await teacher_that_answers(gone).logprobs_of(trajectories(3, seed=1))
+        return asyncio.get_running_loop().time()
+
+    assert 60.0 <= run_in_virtual_time(main()) <= 70.0
 
 
 async def test_a_server_that_is_gone_is_waited_for_and_one_that_refuses_is_not(server: Server) -> None:
@@ -298,13 +317,15 @@ def test_the_likeliest_tokens_are_asked_of_a_local_teacher_with_as_many_tokens_a
     check_teachers(config_of(f"{TEACHERS}={{t: {tmp_path / 'padded'}}}"), tmp_path / "policy", prompts({}))
 
 
-def test_with_top_k_the_divergence_is_in_the_loss_alone_and_rewards_keep_their_advantages() -> None:
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_with_top_k_the_divergence_is_in_the_loss_alone_and_rewards_keep_their_advantages(divergence: str) -> None:
     row = replace(trajectories(1, seed=1)[0], teacher_logprobs=np.zeros(4, np.float32))
     for use_rewards, expected in (("false", 0.0), ("true", 0.5)):
         keys = (
             f"{TEACHERS}={{t: /x}}",
             "trainer.algorithm.distillation.top_k=4",
             "trainer.algorithm.distillation.coef=0.3",
+            f"trainer.algorithm.distillation.divergence={divergence}",
         )
         config = config_of(*keys, f"trainer.algorithm.distillation.use_rewards={use_rewards}")
         distillation = make_advantages(config.trainer.algorithm).of_step.distillation
@@ -315,7 +336,31 @@ def test_with_top_k_the_divergence_is_in_the_loss_alone_and_rewards_keep_their_a
         assert distillation(group).advantages[0].tolist() == [expected] * 4
         settings = training_settings(config, Path("/policy"), num_steps=1)
         assert (settings.teacher_coef, settings.num_top_tokens) == (0.3, 0)
+        assert settings.teacher_divergence == divergence
         assert teacher_settings(config, "/x").num_top_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        (("divergence=reverse_kl",), 3.0),
+        (("divergence=forward_kl",), 10.0 - 1),
+        (("divergence=forward_kl", "ratio_clip=4"), 4.0 - 1),
+        (("divergence=forward_kl", "ratio_clip=null"), math.exp(3.0) - 1),
+    ],
+)
+def test_without_top_k_the_divergence_and_its_bound_are_in_the_advantages_alone(
+    keys: tuple[str, ...], share: float
+) -> None:
+    row = trajectories(1, seed=1)[0]
+    row = replace(row, teacher_logprobs=row.logprobs + np.float32(3))
+    keys = ("coef=0.5", *keys)
+    config = config_of(f"{TEACHERS}={{t: /x}}", *(f"trainer.algorithm.distillation.{key}" for key in keys))
+    distillation = make_advantages(config.trainer.algorithm).of_step.distillation
+    assert distillation is not None
+    group = Group(uid="p0", admission_index=0, scheduled_version=0, trajectories=(row,), advantages=(repeated(0.5, 4),))
+    assert distillation(group).advantages[0].tolist() == pytest.approx([0.5 * share] * 4, rel=1e-5)
+    assert training_settings(config, Path("/policy"), num_steps=1).teacher_coef == 0.0
 
 
 @pytest.mark.parametrize("place", ["http://host:80a/v1", "http:///v1", "https://:8000"])
