@@ -24,6 +24,7 @@ from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
 from benchmarks.turn_policy import make_policy
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS
 from skyrl_async.simulator.clock import run_in_virtual_time
 
 ROOT = Path(__file__).parents[2]
@@ -300,6 +301,8 @@ def test_the_tutorial_about_algorithms_shows_the_exact_and_the_measured_bias_tha
     rows, page = kept["rows"], (ROOT / "docs/tutorials/06_algorithms.md").read_text()
     assert estimator_table(rows) in page
     assert {row["estimator"] for row in rows} == set(compared(make_policy(0)))
+    built_in = {name for name in ADVANTAGE_ESTIMATORS.entries if ADVANTAGE_ESTIMATORS.is_builtin(name)}
+    assert built_in <= {row["estimator"].partition(",")[0] for row in rows}
     assert all(row.keys() == {"estimator", *kept["keys"]} for row in rows)
     for row in rows:
         assert abs(row["measured_bias"] - row["bias"]) < 4 * row["standard_error"], row["estimator"]
