@@ -19,9 +19,10 @@ def gae_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstant
 
     ``w_t = min(vtrace_clip, pi(t) / mu(t))`` corrects what follows a token for the policy that sampled it: V-trace (IMPALA, arXiv
     1802.01561, equation 1) with both of its bounds at ``vtrace_clip`` and its traces times ``lambd``. Its target of the value is
-    ``V_t + w_t A_t`` (``credit.returns_of``). The weight of token t itself is the policy loss's. A token that the policy itself has
-    sampled weighs exactly 1, whatever numerical differences there are between engine and trainer: their product over a long answer would
-    cut off its reward.
+    ``V_t + w_t A_t`` (``credit.returns_of``), which leads to the values of the policy in proportion to ``min(vtrace_clip mu, pi)``
+    (section 4.1): those of ``pi`` with an infinite bound only. The weight of token t itself is the policy loss's. A token that the policy
+    itself has sampled weighs exactly 1, whatever numerical differences there are between engine and trainer: their product over a long
+    answer would cut off its reward.
 
     Args:
         samples: samples of one group, with ``values``. They are not compared with each other.

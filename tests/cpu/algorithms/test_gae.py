@@ -126,11 +126,11 @@ def mean_gradient(estimate: dict[tuple[int, int], np.ndarray], behavior: torch.T
     return total
 
 
-def exact_values() -> dict[int | None, float]:
+def exact_values(logits: torch.Tensor = LOGITS) -> dict[int | None, float]:
     """What is earned in the mean from the beginning (None) and after each first token."""
-    first = LOGITS[0].softmax(-1)
+    first = logits[0].softmax(-1)
     after = {
-        token: float(sum(LOGITS[1 + token].softmax(-1)[second] * REWARDS[token, second] for second in range(3)))
+        token: float(sum(logits[1 + token].softmax(-1)[second] * REWARDS[token, second] for second in range(3)))
         for token in range(3)
     }
     return {None: float(sum(first[token] * after[token] for token in range(3)))} | after
@@ -163,6 +163,18 @@ def test_weighted_returns_of_stale_samples_are_in_the_mean_what_the_policy_earns
     assert mean_return == pytest.approx(values[None], abs=1e-6)
     found = mean_gradient(advantages, behavior, weighted=True)
     torch.testing.assert_close(found, policy_gradient(LOGITS, REWARDS), atol=1e-6, rtol=0)
+
+
+def test_values_of_the_policy_between_the_sampler_and_the_trained_one_are_where_bounded_weights_lead() -> None:
+    behavior = logits_of(seed=9)
+    values = exact_values(torch.minimum(behavior.softmax(-1), LOGITS.softmax(-1)).log())
+    assert abs(values[None] - exact_values()[None]) > 0.01
+    mean_return = 0.0
+    for outcome in OUTCOMES:
+        log_ratios = (token_logprobs(LOGITS, outcome) - token_logprobs(behavior, outcome)).tolist()
+        one = sample([0.0, REWARDS[outcome]], [values[None], values[outcome[0]]], log_ratios=log_ratios)
+        mean_return += float(probability(behavior, outcome)) * returns(one, CONSTANTS)[0]
+    assert mean_return == pytest.approx(values[None], abs=1e-6)
 
 
 def test_unweighted_returns_of_stale_samples_are_those_of_the_policy_that_sampled_them() -> None:
