@@ -29,9 +29,10 @@ class Aggregation:
 
     ``token_mean``: ``sum v_i l_it / sum v_i n_i``, DAPO (arXiv 2503.14476), section 3.3.
     ``sequence_mean``: ``sum v_i (sum_t l_it / n_i) / sum v_i``, GRPO (arXiv 2402.03300), equation 3.
-    ``seq_mean_token_sum``: ``sum v_i l_it / sum v_i``.
-    ``seq_mean_token_sum_norm``: ``seq_mean_token_sum`` over ``max_seq_len``, Dr. GRPO (arXiv 2503.20783), section 3.2.
-    ``prompt_mean``: the mean over groups of ``sum v_i l_it / sum v_i n_i`` in each.
+    ``seq_mean_token_sum``: ``sum v_i l_it / sum v_i``, the objective of Dr. GRPO (arXiv 2503.20783), section 3.2.
+    ``seq_mean_token_sum_norm``: ``seq_mean_token_sum`` over ``max_seq_len``, as Dr. GRPO's code divides.
+    ``prompt_mean``: the mean over groups of ``sum v_i l_it / sum v_i n_i`` in each, DAPO's expectation over prompts; the prompt average of
+    ScaleRL (arXiv 2510.13786), section 3.2.
 
     A row without a trained token does not count. Weights that an estimator gives to tokens (``Trajectory.token_weights``) multiply
     ``l_it``, and change no denominator.

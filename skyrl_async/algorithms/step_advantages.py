@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def normalised(groups: Sequence[Group], masked_group: MaskGroup = lambda group: group) -> list[Group]:
     """The groups of a mini-batch with advantages of mean 0 and standard deviation 1 over their trained tokens.
 
-    SkyRL's ``advantage_batch_normalize``, and what its and verl's ``gae`` always does; of the standard deviation the unbiased estimate.
+    SkyRL's ``advantage_batch_normalize``, and what its and verl's ``gae`` always does, as PPO's implementations do (Andrychowicz et al.,
+    arXiv 2006.05990, "per-minibatch advantage normalization"); of the standard deviation the unbiased estimate.
     Groups whose tokens all have one advantage get 0.
     """
     masks = [[row.loss_mask for row in masked_group(group).trajectories] for group in groups]

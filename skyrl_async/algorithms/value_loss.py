@@ -52,7 +52,8 @@ def value_figures(loss: TokenLoss, values: Tensor, batch: MicroBatch) -> dict[st
 def explained_variance(sums: dict[str, float]) -> float:
     """``1 - Var(R - V) / Var(R)`` over the tokens of ``value_figures``: 1 of a perfect critic, 0 of a constant one.
 
-    0 where R does not vary.
+    As OpenAI's Baselines report it. Above 0 the critic lessens the variance of advantages (EVPO, arXiv 2604.19485). 0 where R does not
+    vary.
     """
     num = sums["num_tokens"]
 
