@@ -21,6 +21,10 @@ from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules import devices, placement
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.groups import GROUPS
+from skyrl_async.record.table import TOKEN_COLUMNS
+from skyrl_async.rollout.group_state import group_to_json
+from skyrl_async.training.protocol import CRITIC_COLUMNS, POLICY_COLUMNS
+from skyrl_async.types import OPTIONAL_COLUMNS, Group, Trajectory
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_run import served_run, write_run
@@ -172,6 +176,23 @@ def test_every_file_and_metric_named_exists(page: Path) -> None:
             assert (ROOT / span).exists(), span
         if _METRIC.match(span):
             assert span in DOCUMENTED_METRICS, span
+
+
+def test_the_tutorial_about_algorithms_says_of_every_column_where_it_is_kept() -> None:
+    text = (ROOT / "docs/tutorials/06_algorithms.md").read_text().partition("| record | checkpoint | journal |")[2]
+    table = [line.strip("| ").split(" | ") for line in text.partition("\n\n")[0].splitlines()[2:]]
+    row = Trajectory(
+        prompt_token_ids=(1,), response_token_ids=(2,), loss_mask=(1,), logprobs=(-1.0,), versions=(0,), reward=0.0
+    )
+    group = group_to_json(Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,)))
+    saved = {*group, *group["trajectories"][0]}
+    journals = dict.fromkeys(OPTIONAL_COLUMNS, "no") | dict.fromkeys(POLICY_COLUMNS, "yes")
+    journals |= dict.fromkeys(CRITIC_COLUMNS, "the critic's")
+    optional = {cells[0].strip("`"): cells[-3:] for cells in table[1:]}
+    assert optional.keys() == {*OPTIONAL_COLUMNS, "advantages", "returns"}
+    for name, (record, checkpoint, journal) in optional.items():
+        kept = ("yes" if name in TOKEN_COLUMNS else "no", "yes" if name in saved else "no")
+        assert (record, checkpoint, journal) == (*kept, journals.get(name, journal)), name
 
 
 def test_the_first_tutorial_names_the_defaults() -> None:
