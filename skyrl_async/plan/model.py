@@ -1,6 +1,6 @@
 """A model of each part of a run, fitted to what was measured, and the simulator's settings that follow from it.
 
-    call       seconds = turns * call + slowdown * tokens * (token + load * per_request) + starts * prefill
+    call       seconds = turns * call + slowdown * (tokens * (token + load * per_request) + starts * prefill)
     gradients  seconds = slowdown * (group + tokens * token)
     the rest   means over the steps
 
@@ -118,8 +118,9 @@ def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:
     calls = run.calls
     rows = _rows_of(calls.step, drawn)
     share = calls.training_share[rows]
-    tokens = calls.num_tokens[rows] * (share * run.slowdown(with_training=True) + (1 - share) * run.slowdown())
-    features = np.stack([calls.num_turns[rows], tokens, tokens * calls.load[rows], calls.num_starts[rows]], axis=1)
+    slow = share * run.slowdown(with_training=True) + (1 - share) * run.slowdown()
+    tokens, starts = slow * calls.num_tokens[rows], slow * calls.num_starts[rows]
+    features = np.stack([calls.num_turns[rows], tokens, tokens * calls.load[rows], starts], axis=1)
     return non_negative_least_squares(features, calls.seconds[rows] - calls.waiting[rows])
 
 

@@ -88,7 +88,7 @@ class _SharedSpeed:
         self.num_running = 0
         self.request_seconds = self.idle_seconds = 0.0
         self._prefill_left = 0.0
-        """Seconds of prefill that are due before a call progresses."""
+        """Seconds of prefill that are due before a call progresses, on a machine with nothing else to do."""
         self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._progress = 0.0
@@ -154,8 +154,12 @@ class _SharedSpeed:
         """Tokens per second of each running call, outside prefills."""
         if self.is_paused:
             return 0.0
-        rate = self._tokens_per_second / (1 + self.num_running / self._half_speed_calls)
-        return rate if self._machine is None else rate / self._machine.slowdown
+        return self._tokens_per_second / (1 + self.num_running / self._half_speed_calls) / self._slowdown
+
+    @property
+    def _slowdown(self) -> float:
+        """Of all that is computed, by others on the machine."""
+        return 1.0 if self._machine is None else self._machine.slowdown
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -163,9 +167,9 @@ class _SharedSpeed:
         if not self.num_running:
             self.idle_seconds += now - self._moved_at
         if not self.is_paused:
-            prefilled = min(now - self._moved_at, self._prefill_left)
-            self._prefill_left -= prefilled
-            self._progress += (now - self._moved_at - prefilled) * self._rate()
+            prefilling = min(now - self._moved_at, self._prefill_left * self._slowdown)
+            self._prefill_left = max(0.0, self._prefill_left - prefilling / self._slowdown)
+            self._progress += (now - self._moved_at - prefilling) * self._rate()
         self._moved_at = now
 
     def _changed(self) -> None:
@@ -183,7 +187,8 @@ class _SharedSpeed:
         """For the next call that has got what it waits for."""
         while self._goals and self._goals[0][2].done():
             heapq.heappop(self._goals)
-        begin = self._moved_at + self._prefill_left if self._prefill_left else 0.0
+        prefilling = self._prefill_left * self._slowdown
+        begin = self._moved_at + prefilling if prefilling else 0.0
         timed = (self._goals[0][0], self._rate(), begin) if self._goals else (0.0, 0.0, 0.0)
         if timed == self._timed:
             return
@@ -192,7 +197,7 @@ class _SharedSpeed:
             self._timer.cancel()
             self._timer = None
         if rate:
-            at = self._moved_at + self._prefill_left + max(0.0, goal - self._progress) / rate
+            at = self._moved_at + prefilling + max(0.0, goal - self._progress) / rate
             self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:

@@ -130,6 +130,11 @@ def test_trainer_and_engine_of_one_machine_take_each_other_s_cores(
     assert run_in_virtual_time(main()) == pytest.approx((engine_end, training_end))
 
 
+def test_a_prefill_is_as_slow_as_the_rest_on_a_machine_that_is_shared() -> None:
+    one = engine(machine=SharedMachine(1), prefill_seconds=0.5)
+    assert run_in_virtual_time(ends(one, [request(0)])) == pytest.approx([1.5 * slowdown(ENGINE_CORES, 1)])
+
+
 def test_computations_that_find_cores_do_not_slow_each_other_down() -> None:
     assert slowdown(TRAINING_CORES + ENGINE_CORES, 8) == 1
     assert slowdown(0, 1) == 1
