@@ -159,13 +159,14 @@ def teacher_settings(config: Config, path: str) -> TrainingSettings:
 
 
 def critic_settings(config: Config, path: Path, num_steps: int) -> TrainingSettings:
-    """Return settings of the critic's workers, which train like the policy's but for the learning rate."""
+    """Return settings of the critic's workers, which train like the policy's but for what its optimizer has of its own."""
     settings = training_settings(config, path, num_steps)
+    own = {key: value for key, value in vars(config.trainer.critic.optimizer_config).items() if value is not None}
     return replace(
         settings,
+        **own,
         is_critic=True,
         value_clip=config.trainer.algorithm.value_clip,
-        lr=config.trainer.critic.optimizer_config.lr,
         lora=None,
         shares_weights=False,
         has_reference=False,

@@ -58,7 +58,13 @@ class CriticModelConfig:
 @dataclass
 class CriticOptimizerConfig:
     lr: float = bounded(5e-6, gt=0)
-    """Peak learning rate; the rest of its optimizer is the policy's (training.*). Default: SkyRL's."""
+    """Peak learning rate. Default: SkyRL's."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of its AdamW. Null: the policy's (training.weight_decay), as the rest of its optimizer is."""
+    max_grad_norm: float | None = bounded(None, ge=0)
+    """Gradient clipping; 0 does not clip. Null: training.max_grad_norm."""
+    num_warmup_steps: int | None = bounded(None, ge=0)
+    """Steps of linear warm-up. Null: training.num_warmup_steps."""
 
 
 @dataclass

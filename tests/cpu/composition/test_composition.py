@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
-from skyrl_async.composition.logprobs import LogprobParts, check_logprobs, stage_works, training_settings
+from skyrl_async.composition.logprobs import (
+    LogprobParts,
+    check_logprobs,
+    critic_settings,
+    stage_works,
+    training_settings,
+)
 from skyrl_async.composition.processes import Processes
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
@@ -258,3 +264,23 @@ async def test_a_critic_begins_with_the_weights_of_its_own_directory_and_learns_
     else:
         assert begins_with.pop(head).shape == (1, expected.pop(head).shape[1])
     assert_close(begins_with, expected)
+
+
+async def test_a_critic_is_trained_by_the_policys_optimizer_but_for_what_is_its_own(tmp_path: Path) -> None:
+    """In a real worker, whose clipped gradient moves nothing, so that weights decay alone."""
+    policys = (GAE, "training.weight_decay=0.5", "training.max_grad_norm=2.0", "training.num_warmup_steps=7")
+    own = ("lr=0.04", "weight_decay=0.25", "max_grad_norm=1e-30", "num_warmup_steps=4")
+    path = write_policy(tmp_path / "policy")
+    alike = critic_settings(config_of(*policys), path, 9)
+    assert (alike.weight_decay, alike.max_grad_norm, alike.num_warmup_steps) == (0.5, 2.0, 7)
+    overrides = (*(f"trainer.critic.optimizer_config.{key}" for key in own), "trainer.algorithm.value_clip=0.75")
+    settings = critic_settings(config_of(*policys, *overrides), path, 9)
+    assert settings.value_clip == 0.75
+    critic = InProcessPolicy(settings)
+    before = await weights(critic, tmp_path / "before")
+    await critic.forward_backward(trajectories(2, seed=0), [1.0, 0.5], 0)
+    assert (await critic.step(1.0))["lr"] == pytest.approx(0.04 / 4)
+    assert_close(
+        await weights(critic, tmp_path / "after"), {k: (1 - 0.01 * 0.25) * v for k, v in before.items()}, atol=1e-6
+    )
+    await critic.close()

@@ -148,7 +148,7 @@ def test_no_key_of_another_system_is_in_its_table_twice() -> None:
         ("trainer.project_name", "; SkyRL's and verl's, here logging.wandb_project"),
         ("trainer.logger", "; SkyRL's, here logging.wandb=true for wandb, "),
         ("trainer.critic.lr", "; it is trainer.critic.optimizer_config.lr now"),
-        ("trainer.critic.optimizer_config.weight_decay", "; SkyRL's, without a counterpart: the critic's optimizer is"),
+        ("trainer.critic.optimizer_config.scheduler", "; SkyRL's, without a counterpart: the rest of the critic's"),
         ("critic.optim.lr", "; verl's, here trainer.critic.optimizer_config.lr"),
         (
             "trainer.max_prompt_length",
@@ -255,6 +255,7 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=/m trainer.critic.optimizer_config.lr=3e-6",
             "trainer.critic.model.path=/m  # a local directory; null: the policy\n  trainer.critic.optimizer_config.lr=3e-06\n",
         ),
+        ("trainer.critic.optimizer_config.max_grad_norm=0.5", "  trainer.critic.optimizer_config.max_grad_norm=0.5"),
         (
             "trainer.critic.model.lora.rank=8",
             "#   trainer.critic.model.lora.rank=8: all weights of the critic train, without",
