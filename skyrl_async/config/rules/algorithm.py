@@ -121,7 +121,7 @@ def divergence_rules(config: Config) -> Iterator[str]:
 
 
 def distillation_rules(config: Config) -> Iterator[str]:
-    """Teachers judge every sampled token at the sampling temperature."""
+    """Teachers judge every sampled token, whatever it earned, at the sampling temperature."""
     distillation, sampling = config.trainer.algorithm.distillation, config.generator.sampling
     teachers, top_k = distillation.teachers, distillation.top_k
     key = "trainer.algorithm.distillation.teachers"
@@ -142,6 +142,11 @@ def distillation_rules(config: Config) -> Iterator[str]:
         )
     if teachers and config.trainer.algorithm.advantage_batch_normalize:
         yield f"trainer.algorithm.advantage_batch_normalize must be false with {key}, got true: it would change what coef weighs"
+    if teachers and not distillation.use_rewards and config.trainer.fully_async.sample_full_batch:
+        yield (
+            f"trainer.fully_async.sample_full_batch must be false with {key} and use_rewards=false, got true: it leaves out groups of "
+            "equal rewards, which teachers judge as they do others"
+        )
 
 
 def local_teachers(config: Config) -> dict[str, str]:

@@ -32,7 +32,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.config.schema.training import LrSchedule
-from skyrl_async.registries import ADVANTAGE_ESTIMATORS
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, Unit
 
 _ALGORITHM = "trainer.algorithm"
 _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
@@ -189,8 +189,9 @@ def _values_of_groups(key: str) -> list[Any]:
 
 def advice(config: Config) -> list[str]:
     """A sentence for each setting that is allowed and hardly ever meant."""
-    advice = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences, _advice_on_schedule, _advice_on_memory)
-    return [sentence for give in advice for sentence in give(config)]
+    of_algorithm = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences)
+    of_run = (_advice_on_filtering, _advice_on_schedule, _advice_on_memory)
+    return [sentence for give in (*of_algorithm, *of_run) for sentence in give(config)]
 
 
 def _advice_on_losses(config: Config) -> Iterator[str]:
@@ -233,6 +234,26 @@ def _advice_on_sequences(config: Config) -> Iterator[str]:
                 f"generator=agent trains a session whose history was rewritten as several rows: the ratio that {setting} takes of a row is "
                 "without the turns before it that another row trains"
             )
+
+
+def _advice_on_filtering(config: Config) -> Iterator[str]:
+    """Groups of equal rewards that would be trained otherwise."""
+    if not config.trainer.fully_async.sample_full_batch:
+        return
+    algorithm = config.trainer.algorithm
+    entry = ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator)
+    looks_beyond = entry.unit is not Unit.SAMPLE or entry.needs_baseline or entry.needs_mini_batch
+    trains_equal = {
+        f"advantage_estimator={algorithm.advantage_estimator}": looks_beyond,
+        "advantage_batch_normalize=true": algorithm.advantage_batch_normalize,
+        "use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "distillation.teachers": bool(algorithm.distillation.teachers),
+    }
+    for setting in (setting for setting, is_so in trains_equal.items() if is_so):
+        yield (
+            "trainer.fully_async.sample_full_batch=true leaves out groups whose samples earned the same in all, some of which "
+            f"{_ALGORITHM}.{setting} would train; set sample_full_batch=false to train them"
+        )
 
 
 def _advice_on_schedule(config: Config) -> Iterator[str]:

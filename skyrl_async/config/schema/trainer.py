@@ -32,7 +32,8 @@ class FullyAsyncConfig:
     """SkyRL's name for trainer.num_parallel_generation_workers."""
     sample_full_batch: bool = False
     """Dynamic sampling (DAPO): groups whose rewards do not differ are filtered as soon as they are finished, and other prompts take their
-    places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch.
+    places, so that every mini-batch is full of groups with a signal. Filtered prompts are done for this epoch. Only what samples earned in
+    all is compared: the log says where the algorithm would train some of these groups, and teachers alone are refused.
     """
     max_filtered_in_a_row: int | None = bounded(None, ge=0)
     """So many groups one after the other without a difference in reward end the run with an error that says what they had instead. Null: 30

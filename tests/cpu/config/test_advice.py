@@ -10,6 +10,7 @@ CORRECTION = f"{ALGORITHM}.off_policy_correction"
 GSPO = f"{ALGORITHM}.policy_loss_type=gspo"
 IN_THE_REWARD = f"{ALGORITHM}.use_kl_in_reward=true"
 IN_THE_LOSS = f"{ALGORITHM}.use_kl_loss=true"
+FILTERS = "trainer.fully_async.sample_full_batch=true"
 AGENT = ("generator.kind=agent", "generator.command=true")
 
 
@@ -69,8 +70,31 @@ def test_ratios_of_rows_that_are_not_whole_answers(settings: tuple[str, ...]) ->
     assert advice(config_of("trainer.staleness_policy=mask", *AGENT)) == [], "tokens have their own"
 
 
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        *(
+            (f"{ALGORITHM}.advantage_estimator={name}", ())
+            for name in ("turn_rloo", "turn_credit", "gae", "running_mean", "reinforce++", "reinforce++_baseline")
+        ),
+        (f"{ALGORITHM}.advantage_batch_normalize=true", ()),
+        (IN_THE_REWARD, ()),
+        (f"{ALGORITHM}.distillation.teachers={{t: /x}}", (f"{ALGORITHM}.distillation.use_rewards=true",)),
+    ],
+)
+def test_groups_of_equal_rewards_that_would_be_trained(setting: str, others: tuple[str, ...]) -> None:
+    (found,) = advice(config_of(FILTERS, setting, *others))
+    assert found.startswith(FILTERS) and f"some of which {setting.partition('={')[0]} would train;" in found
+    assert advice(config_of(setting, *others)) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "tests.cpu.own_algorithms:unregistered_advantages"])
+def test_groups_of_equal_rewards_that_train_nothing_are_left_out_without_a_word(name: str) -> None:
+    assert advice(config_of(FILTERS, f"{ALGORITHM}.advantage_estimator={name}")) == []
+
+
 def test_a_falling_learning_rate_over_steps_that_will_not_happen() -> None:
-    filtered = ("trainer.num_steps=null", "trainer.fully_async.sample_full_batch=true")
+    filtered = ("trainer.num_steps=null", FILTERS)
     (found,) = advice(config_of(*filtered, "trainer.num_epochs=2"))
     assert found.startswith("training.lr_schedule=linear is laid over all steps that trainer.num_epochs=2 hold")
     assert found.endswith("set trainer.num_steps, or training.lr_schedule=constant")

@@ -377,6 +377,10 @@ def test_the_limit_is_thirty_mini_batches_unless_it_is_said() -> None:
             ["trainer.fully_async.sample_full_batch=true", "generator.n_samples_per_prompt=1"],
             r"n_samples_per_prompt must be >= 2 with trainer.fully_async.sample_full_batch=true, got 1",
         ),
+        (
+            ["trainer.fully_async.sample_full_batch=true", "trainer.algorithm.distillation.teachers={t: /x}"],
+            r"sample_full_batch must be false with .*distillation.teachers and use_rewards=false, got true: .* equal rewards",
+        ),
         (["trainer.algorithm.zero_variance_filter_tol=-1"], r"zero_variance_filter_tol must be >= 0, got -1"),
     ],
 )
