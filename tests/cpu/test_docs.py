@@ -80,7 +80,7 @@ def commands(file: Path) -> Iterator[list[str]]:
 def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the placeholders of the documents stand for."""
     run_dir = write_run(tmp_path_factory.mktemp("outputs") / "run")
-    runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served")}
+    runs = {f"outputs/{name}": str(run_dir) for name in ("RUN", "first", "served", "teacher")}
     examples = ROOT / "examples"
     full_sets = {
         "outputs/agent_first_run/warm_start.jsonl": str(examples / "gsm8k" / "warm_start.jsonl"),
