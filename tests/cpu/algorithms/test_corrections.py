@@ -103,7 +103,7 @@ def algorithm_1_of_m2po(row: list[tuple[float, float]], threshold: float) -> lis
     return mask
 
 
-@given(sampled_rows, st.sampled_from([0.04, 0.5, 2.0]))
+@given(sampled_rows, st.sampled_from([0.0407, 0.503, 2.013]))  # that no sum of drawn squares is up to rounding
 def test_m2po_masks_as_its_algorithm_does_in_each_row(sampled: Sampled, threshold: float) -> None:
     ratio, advantages, rows = tensors(sampled)
     expected = [keep for row in sampled for keep in algorithm_1_of_m2po(row, threshold)]
