@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from skyrl_async.config.schema.run import Config
 from skyrl_async.plan.calls import Floats
 from skyrl_async.plan.measured import Measured
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.simulator.models import Turn
 from skyrl_async.simulator.run import SimulationSettings
 from skyrl_async.types import PauseMode
@@ -217,7 +218,20 @@ def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float 
         publish_every_steps=trainer.publish_every_steps,
         pause_mode=PauseMode(config.engine.pause_mode.name),
         is_one_step_off=trainer.schedule.name == "one_step_off",
-        stream_mini_batch=trainer.stream_mini_batch is not False and not trainer.algorithm.advantage_batch_normalize,
+        stream_mini_batch=_streams(config),
         eval_before_train=False,
         eval_at_end=False,
     )
+
+
+def _streams(config: Config) -> bool:
+    """Whether groups are trained as they finish; of a user's own algorithm only its configuration is known."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    estimator = ADVANTAGE_ESTIMATORS.entries.get(algorithm.advantage_estimator)
+    loss = POLICY_LOSSES.entries.get(algorithm.policy_loss_type)
+    needs_whole_step = (
+        algorithm.advantage_batch_normalize
+        or (estimator is not None and estimator.needs_mini_batch)
+        or (loss is not None and loss.marker is not None)
+    )
+    return trainer.stream_mini_batch is not False and not needs_whole_step

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_async.config.load import changed
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
@@ -24,7 +25,7 @@ from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf
 from skyrl_async.plan.measured import measured
-from skyrl_async.plan.model import fit, non_negative_least_squares
+from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.models import Turn
 from skyrl_async.simulator.run import SimulationSettings
@@ -180,6 +181,22 @@ def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None
     # An update at 5 gives all places anew, to the same.
     assert waiting_seconds(begin, end, order, np.array([5.0]), places, capacity=1).tolist() == [0.0, 6.0, 3.0]
     assert waiting_seconds(begin, end, order, np.array([]), places, capacity=2).tolist() == [0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "streams"),
+    [
+        ("advantage_estimator", "grpo", True),
+        ("advantage_estimator", "reinforce++", False),
+        ("policy_loss_type", "clip_cov", False),
+        ("advantage_batch_normalize", True, False),
+        ("advantage_estimator", "own.module:estimator", True),
+    ],
+)
+def test_what_needs_a_whole_step_is_not_planned_as_streamed(run_dir: Path, key: str, value: Any, streams: bool) -> None:
+    model = fit(measured(run_dir))
+    config = changed(model.config, {f"trainer.algorithm.{key}": value})
+    assert settings_of(model, config, num_steps=1).stream_mini_batch is streams
 
 
 def test_replies_are_placed_where_they_were_asked_for(run_dir: Path) -> None:
