@@ -264,7 +264,7 @@ def register_advantage_estimator(
         needs_groups: a prompt's only sample has no advantage; ``generator.n_samples_per_prompt=1`` is refused.
         needs: ``needs_mini_batch``: the function takes all groups of a mini-batch, not one group. ``needs_values``: it reads a critic's
             values, and returns per token or turn what was earned from it on less the value before it; the value is trained towards itself
-            plus that advantage, times the weight of V-trace (``credit.returns_of``). ``needs_baseline``: it takes (rewards, baseline), the
+            plus the weight of V-trace times that advantage (``credit.returns_of``). ``needs_baseline``: it takes (rewards, baseline), the
             mean of what earlier samples of the prompt earned.
 
     Raises:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from skyrl_async.columns import is_repeated
 from skyrl_async.record.ended import EndedGroup
 from skyrl_async.record.files import SamplesFile, cut, file_of, join, without_texts, write
 from skyrl_async.record.table import ROW_COLUMNS, TurnsOf, table_of
@@ -144,5 +145,6 @@ def _pieces(groups: list[_Waiting]) -> Iterator[list[_Waiting]]:
 
 def _num_bytes(waiting: _Waiting) -> int:
     _, ended, _ = waiting
-    columns = (getattr(row, name) for row in ended.group.trajectories for name in ROW_COLUMNS)
-    return 1000 * ended.num_rows + sum(column.nbytes for column in columns if column is not None)
+    of_rows = (getattr(row, name) for row in ended.group.trajectories for name in ROW_COLUMNS)
+    columns = [*of_rows, *ended.group.advantages, *ended.group.returns]
+    return 1000 * ended.num_rows + sum(c.nbytes for c in columns if c is not None and not is_repeated(c))

@@ -247,6 +247,7 @@ def _advice_on_filtering(config: Config) -> Iterator[str]:
         f"advantage_estimator={algorithm.advantage_estimator}": looks_beyond,
         "advantage_batch_normalize=true": algorithm.advantage_batch_normalize,
         "use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "reward_shaping": algorithm.reward_shaping is not None,
         "distillation.teachers": bool(algorithm.distillation.teachers),
     }
     for setting in (setting for setting, is_so in trains_equal.items() if is_so):

@@ -65,7 +65,7 @@ class SessionSampling(BaseModel):
 
 
 _MAX_REWARD = 1e30
-"""Largest reward of one turn or token: the sum of many is finite in 32 bits too."""
+"""Largest reward of a session, turn or token: the sum of many is finite in 32 bits too."""
 
 
 class TurnReward(BaseModel):
@@ -115,13 +115,16 @@ class SessionOutcome(BaseModel):
         if not isinstance(given, dict) or "reward" in given or "rewards" not in given:
             return given
         try:
-            total = math.fsum(math.fsum(_listed(one["value"])) for one in given["rewards"])
-        except (KeyError, TypeError, ValueError, OverflowError):
+            values = [one["value"] if isinstance(one, dict) else one.value for one in given["rewards"]]
+            total = math.fsum(math.fsum(map(float, _listed(value))) for value in values)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             total = 0.0  # the checks of rewards name what is wrong
         return given | {"reward": total}
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:
+        if abs(self.reward) > _MAX_REWARD:
+            raise ValueError(f"reward is too large: it must be between -1e30 and 1e30, got {self.reward:g}")
         total = math.fsum(one.total for one in self.rewards)
         if self.rewards and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(f"reward must be the sum of rewards ({total:g}), or be left out, got {self.reward:g}")

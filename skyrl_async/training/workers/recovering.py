@@ -55,7 +55,8 @@ _COLLECTIVE = frozenset(
         *("gather_weights", "send_weights", "export_hf"),
     }
 )
-"""Calls in which ranks wait for each other: where one fails, the others may be left in the middle."""
+"""Calls in which ranks wait for each other: where one fails, the others may be left in the middle. ``send_weights`` gathers a lost copy
+again."""
 
 
 class Workers(Protocol):
