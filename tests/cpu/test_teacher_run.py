@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import signal
 import warnings
 from collections.abc import AsyncIterator
@@ -51,6 +52,7 @@ async def vllm_server(policy_dir: Path) -> AsyncIterator[str]:
     llm = boot(
         VLLMEngineConfig(name="teacher", policy_dir=str(policy_dir), extra_args={"logprobs_mode": "raw_logprobs"})
     )
+    level = logging.root.level  # vLLM's application sets it to ERROR
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -66,6 +68,7 @@ async def vllm_server(policy_dir: Path) -> AsyncIterator[str]:
         async with start_server(app) as (host, port):
             yield f"http://{host}:{port}/v1"
     finally:
+        logging.root.setLevel(level)
         llm.shutdown()
 
 
