@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run(name: str, words: list[str], directory: Path) -> dict[str, Any]:
-    """Run a command to the end of its last process. Exits with its output where it fails."""
+    """Run a command to the end of its last process. Exits, and shows its output, if it fails."""
     output_dir = directory / name
     words = [*words, f"trainer.output_dir={output_dir}", f"cache_dir={directory / f'{name}-cache'}"]
     before, began = _cpu_seconds(), time.monotonic()
@@ -44,7 +44,7 @@ def run(name: str, words: list[str], directory: Path) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that descend from this one, once they have ended: those of Ray are this one's children when Ray has."""
+    """CPU seconds of all processes that descend from this one, once they have ended. Ray's become children of this one when Ray ends."""
     try:
         while True:
             os.wait()

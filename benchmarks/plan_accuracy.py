@@ -42,7 +42,7 @@ class Case:
 
 _S = "trainer.max_staleness_steps"
 _BOUND = 4
-"""Of the calibrations: so many steps at the end of a run are left out."""
+"""The calibrations' bound: so many steps at the end of a run are left out."""
 CASES = (
     Case("the same again", WhatIf()),
     Case("S = 0", WhatIf(keys={_S: 0})),

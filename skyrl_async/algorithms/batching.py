@@ -163,7 +163,8 @@ def collate(rows: Sequence[Row], device: torch.device, *, is_packed: bool = Fals
     num_sampled = torch.tensor([row.trajectory.num_sampled_tokens for row in rows], dtype=torch.int64)
     row_indices = torch.arange(len(rows)).repeat_interleave(num_sampled)
     weights = torch.tensor([row.trajectory.weight for row in rows], dtype=torch.float64)[row_indices]
-    weights = weights * torch.from_numpy(_joined([_token_weights(row) for row in rows], np.float32))
+    if any(row.trajectory.token_weights is not None for row in rows):
+        weights *= torch.from_numpy(_joined([_token_weights(row) for row in rows], np.float32))
     given = torch.from_numpy(_joined([row.advantages[row.trajectory.loss_mask] for row in rows], np.float32))
     return MicroBatch(
         input_ids=input_ids.to(device),
@@ -192,7 +193,7 @@ def _of_sampled(rows: Sequence[Row], name: str, dtype: type[np.generic], device:
 
 
 def _token_weights(row: Row) -> Weights:
-    """(n,) of the sampled tokens."""
+    """(n,) weights of a row's sampled tokens, without the row's own."""
     weights, mask = row.trajectory.token_weights, row.trajectory.loss_mask
     return repeated(1.0, row.trajectory.num_sampled_tokens) if weights is None else weights[mask]
 

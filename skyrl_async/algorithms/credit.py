@@ -144,12 +144,9 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
         num_tokens[span.index] = int(np.count_nonzero(mask))
         logprobs.append(row.logprobs[span.start : span.end][mask])
         log_ratios.append(_log_ratios(row, span)[mask])
-        by_token = (
-            at_last(rewards[span.index], len(mask))
-            if row.token_rewards is None
-            else row.token_rewards[span.start : span.end]
-        )
-        token_rewards.append(by_token[mask])
+        if is_known_by_token:
+            of_turn = None if row.token_rewards is None else row.token_rewards[span.start : span.end]
+            token_rewards.append((at_last(rewards[span.index], len(mask)) if of_turn is None else of_turn)[mask])
         if row.values is not None:
             values.append(row.values[span.start : span.end][mask])
         shown = row.response_token_ids[end_of_row.get(id(row), 0) : span.start].tobytes()

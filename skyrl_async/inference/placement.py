@@ -108,7 +108,7 @@ class Placement:
         return engine
 
     def _cheapest(self, engines: Mapping[str, object], num_tokens: int, prefixes: Prefixes) -> str:
-        """Of the emptiest engine and those with the longest cached prefix."""
+        """The cheapest of the emptiest engine and those with the longest cached prefix."""
         emptiest = self._emptiest(engines)
         num_cached, holders = self.caches.longest(prefixes)
         best, price = emptiest, self._price(emptiest, num_tokens - self.caches.num_cached(emptiest, prefixes))

@@ -57,7 +57,7 @@ class _Reply:
     begin: float
     end: float
     engine_seconds: float
-    """Of its time until ``end``."""
+    """Part of the time until ``end``."""
     environment_seconds: float
     """Before, between and after its engine calls."""
     num_tokens: int
@@ -210,7 +210,7 @@ class Samples:
         return [row[name] for row in self._rows]
 
     def calls(self, first_step: int, spans: Sequence[Span]) -> Calls:
-        """Of the samples that were trained from ``first_step`` on, and did not overlap a validation."""
+        """The calls of samples that were trained from ``first_step`` on, and did not overlap a validation."""
         num_turns, step = self._of_replies("num_turns"), np.array(self._of_rows("step"), np.int64)
         lasted = self.end - self.begin
         began = np.concatenate(

@@ -158,7 +158,7 @@ class _SharedSpeed:
 
     @property
     def _slowdown(self) -> float:
-        """Of all that is computed, by others on the machine."""
+        """Seconds of a computation over its seconds alone, see ``SharedMachine``; 1 on a machine of its own."""
         return 1.0 if self._machine is None else self._machine.slowdown
 
     def _advance(self) -> None:

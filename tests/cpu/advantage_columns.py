@@ -1,10 +1,24 @@
 """Advantages of rows as numbers, for tests of estimators that give one to a sample."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, with_advantages
 from skyrl_async.columns import Advantages
 from skyrl_async.types import Group, Trajectory
+
+
+def one_token_row(reward: float, **columns: Any) -> Trajectory:
+    """A prompt and an answer of a token each."""
+    return Trajectory(
+        prompt_token_ids=(1,),
+        response_token_ids=(2,),
+        loss_mask=(1,),
+        logprobs=(-1.0,),
+        versions=(0,),
+        reward=reward,
+        **columns,
+    )
 
 
 def numbers(columns: Iterable[Advantages]) -> tuple[float, ...]:

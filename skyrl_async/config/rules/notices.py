@@ -250,11 +250,12 @@ def _advice_on_filtering(config: Config) -> Iterator[str]:
         "reward_shaping": algorithm.reward_shaping is not None,
         "distillation.teachers": bool(algorithm.distillation.teachers),
     }
-    for setting in (setting for setting, is_so in trains_equal.items() if is_so):
-        yield (
-            "trainer.fully_async.sample_full_batch=true leaves out groups whose samples earned the same in all, some of which "
-            f"{_ALGORITHM}.{setting} would train; set sample_full_batch=false to train them"
-        )
+    for setting, is_so in trains_equal.items():
+        if is_so:
+            yield (
+                "trainer.fully_async.sample_full_batch=true leaves out groups whose samples earned the same in all, some of which "
+                f"{_ALGORITHM}.{setting} would train; set sample_full_batch=false to train them"
+            )
 
 
 def _advice_on_schedule(config: Config) -> Iterator[str]:

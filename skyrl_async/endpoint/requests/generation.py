@@ -47,7 +47,7 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     """Texts that are not sampled."""
     session_label: str | None = None
-    """Of the conversation, for samplers that route by it."""
+    """The conversation's, for samplers that route by it."""
     priority: int = 0
 
 

@@ -183,13 +183,15 @@ class TrajectoryBuilder:
         masks: list[Mask] = [np.zeros(0, np.bool_)]
         logprobs: list[Logprobs] = [NO_LOGPROBS]
         versions: list[VersionSpans] = []
-        rewards: list[Rewards] = [NO_LOGPROBS]
+        rewards: list[Rewards] = []
+        is_by_token = any(turn.token_rewards is not None for turn in self.turns)
         for turn in self.turns:
             masks += np.zeros(turn.num_before, np.bool_), np.ones(len(turn.versions), np.bool_)
             logprobs += np.zeros(turn.num_before, np.float32), turn.logprobs
             versions += VersionSpans.constant(ENVIRONMENT_VERSION, turn.num_before), turn.versions
-            by_token = at_last(turn.reward, len(turn.versions)) if turn.token_rewards is None else turn.token_rewards
-            rewards += np.zeros(turn.num_before, np.float32), by_token
+            if is_by_token:
+                of_turn = at_last(turn.reward, len(turn.versions)) if turn.token_rewards is None else turn.token_rewards
+                rewards += np.zeros(turn.num_before, np.float32), of_turn
             # What is before the first turn is the prompt.
             start = spans[-1].end + turn.num_before if spans else 0
             spans.append(TurnSpan(index=len(spans), start=start, end=start + len(turn.versions)))
@@ -203,7 +205,7 @@ class TrajectoryBuilder:
             num_aborts=self.num_aborts,
             reward=sum((turn.reward for turn in self.turns), 0.0),
             turn_rewards=tuple(turn.reward for turn in self.turns),
-            token_rewards=np.concatenate(rewards) if any(t.token_rewards is not None for t in self.turns) else None,
+            token_rewards=np.concatenate(rewards) if is_by_token else None,
             turn_spans=tuple(spans),
             is_truncated=is_truncated,
             metrics=metrics,

@@ -50,13 +50,9 @@ LOST = (WorkerDiedError, DeadlineError)
 
 
 _COLLECTIVE = frozenset(
-    {
-        *("forward_backward", "step", "logprobs", "logprobs_of", "values_of"),
-        *("gather_weights", "send_weights", "export_hf"),
-    }
+    {"forward_backward", "step", "logprobs", "logprobs_of", "values_of", "gather_weights", "export_hf"}
 )
-"""Calls in which ranks wait for each other: where one fails, the others may be left in the middle. ``send_weights`` gathers a lost copy
-again."""
+"""Calls in which ranks wait for each other: where one fails, the others may be left in the middle."""
 
 
 class Workers(Protocol):
@@ -282,7 +278,7 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
             await policy.gather_weights(gathered.version)
             self._gathered = _Gathered(version=gathered.version, holder=policy)
 
-        await self._call("send_weights", gather)
+        await self._call("gather_weights", gather)
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> "GroupPlace":
         """As ``SendingPolicy``. If the workers are lost, waits for new ones: these can send the files of the lost ones."""

@@ -15,6 +15,7 @@ from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.errors import ConfigError
 from skyrl_async.samples import Sample
 from skyrl_async.types import Group, Trajectory, TurnSpan
+from tests.cpu.advantage_columns import one_token_row
 from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
@@ -148,14 +149,7 @@ def test_the_decay_of_a_running_mean_reaches_the_baseline(decay: str, expected: 
     keys = (f"{ESTIMATOR}=running_mean", f"trainer.algorithm.running_mean.decay={decay}")
     of_step = make_advantages(config_of(*keys).trainer.algorithm).of_step
     for reward in (1.0, 0.0, 0.0):
-        row = Trajectory(
-            prompt_token_ids=(1,),
-            response_token_ids=(2,),
-            loss_mask=(1,),
-            logprobs=(-1.0,),
-            versions=(0,),
-            reward=reward,
-        )
+        row = one_token_row(reward)
         (found,) = of_step([Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))])
         of_step.end_step()
     assert found.advantages[0].tolist() == [pytest.approx(-expected)]
@@ -360,14 +354,6 @@ def test_the_default_estimator_depends_on_whether_it_is_in_the_loss_or_in_the_re
     if in_the_reward is None:
         assert penalty is None
         return
-    row = Trajectory(
-        prompt_token_ids=(1,),
-        response_token_ids=(2,),
-        loss_mask=(1,),
-        logprobs=(-1.0,),
-        versions=(0,),
-        reward=1.0,
-        ref_logprobs=(-1.5,),
-    )
+    row = one_token_row(1.0, ref_logprobs=(-1.5,))
     assert penalty is not None
     assert penalty.penalised(Sample(rows=(row,))) == pytest.approx(1 - 0.001 * in_the_reward, abs=1e-12)

@@ -23,6 +23,7 @@ from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Trajectory
+from tests.cpu.advantage_columns import one_token_row as row
 
 FILTERING = SimulationSettings(
     mini_batch_size=4,
@@ -328,18 +329,6 @@ def test_what_is_filtered_is_logged_by_what_it_had_and_shown() -> None:
     assert simulation.trainer.totals.summary()["filtered_groups"] == sum(by_reason)
     assert cells({"generate/filtered_frac": 0.25, "generate/filtered_groups": 1200.0})["filtered"] == "25% (1,200)"
     assert "filtered" not in cells(simulate(replace(FILTERING, sample_full_batch=False), 0.4).logged[-1][1])
-
-
-def row(reward: float, **columns) -> Trajectory:
-    return Trajectory(
-        prompt_token_ids=(1,),
-        response_token_ids=(2,),
-        loss_mask=(1,),
-        logprobs=(-1.0,),
-        versions=(0,),
-        reward=reward,
-        **columns,
-    )
 
 
 @pytest.mark.parametrize(
