@@ -249,7 +249,7 @@ def measured(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -
 
 UNBIASED = (
     *("rloo", "turn_rloo", "running_mean"),
-    *("turn_gae, values of 1", "turn_gae", "turn_gae, lambd=0.5", "gae, lambd=0.5"),
+    *("turn_gae, values of 1", "turn_gae", "turn_gae, lambd=0.5", "gae, values of 1", "gae", "gae, lambd=0.5"),
 )
 
 
@@ -279,6 +279,8 @@ def compared(policy: TurnPolicy) -> dict[str, Compared]:
         Compared(name="turn_gae, values of 1, lambd=0.5", estimator=make("turn_gae", half), critic=ones),
         Compared(name="turn_gae", estimator=make("turn_gae"), critic=perfect),
         Compared(name="turn_gae, lambd=0.5", estimator=make("turn_gae", half), critic=perfect),
+        Compared(name="gae, values of 1", estimator=make("gae"), critic=ones),
+        Compared(name="gae", estimator=make("gae"), critic=perfect),
         Compared(name="gae, lambd=0.5", estimator=make("gae", half), critic=perfect),
     ]
     return {one.name: one for one in found}

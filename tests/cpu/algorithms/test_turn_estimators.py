@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.estimator_bias import UNBIASED, compared, moments, place_mean, turn_advantages
-from benchmarks.turn_policy import EPISODES, MAX_TURNS, make_policy
+from benchmarks.turn_policy import EPISODES, MAX_TURNS, Episode, Floats, make_policy
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
 from skyrl_async.algorithms.credit import SampleCredit
 from skyrl_async.algorithms.estimators.gigpo import gigpo_advantages
@@ -44,6 +44,19 @@ def test_what_is_claimed_to_be_unbiased_is_where_the_policy_decides_how_many_tur
 ) -> None:
     one = compared(POLICY)[name]
     mean, _ = moments(POLICY, one, size - one.estimator.needs_baseline)  # one visit more makes the baseline
+    np.testing.assert_allclose(mean, GRADIENT, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gae", "turn_gae"])
+def test_advantages_from_a_critic_are_unbiased_with_any_values_of_what_came_before_the_token(name: str) -> None:
+    rng, known = np.random.default_rng(1), dict[tuple[object, ...], float]()
+
+    def values(episode: Episode) -> Floats:
+        places = [(turn, token) for turn, num in enumerate(episode.num_tokens) for token in range(num)]
+        before = [(episode.actions[:turn], episode.actions[turn] if token else None) for turn, token in places]
+        return np.array([known.setdefault(seen, rng.normal()) for seen in before])
+
+    mean, _ = moments(POLICY, replace(compared(POLICY)[name], critic=values), 2)
     np.testing.assert_allclose(mean, GRADIENT, atol=1e-9)
 
 
