@@ -204,8 +204,12 @@ function drawDetail() {
   const group = browse.samples[sample.run].filter((other) => ofGroup(other, sample));
   const chip = (other) => el("button", { className: other === sample ? "on" : "", onclick: () => choose(other), title: other.outcome },
     `${other.sample}${other.branch ? ` / ${other.branch}` : ""}: ${number(other.reward, 3)}`);
-  const modes = el("select", { id: "mode", ariaLabel: "colour tokens by", onchange: (e) => { browse.mode = e.target.value; drawDetail(); } },
-    ...Object.entries(MODES).map(([key, mode]) => el("option", { value: key, selected: key === browse.mode }, mode.title)));
+  const listed = browse.isSide ? group : [sample];
+  const modes = el("select", { id: "mode", ariaLabel: "colour tokens by", onchange: (e) => { browse.mode = e.target.value; drawDetail(); } });
+  offerModes(modes, (key, mode) => !mode.column || key === browse.mode);
+  Promise.allSettled(listed.map(loadSample)).then((rows) => {
+    if (modes.isConnected) offerModes(modes, (_, mode) => !mode.column || rows.some(({ value }) => value && value[mode.column]));
+  });
   const branches = group.filter((other) => other.sample === sample.sample);
   const tree = el("div", {}), body = el("div", { className: browse.isSide ? "side" : "" });
   detail.replaceChildren(
@@ -216,7 +220,7 @@ function drawDetail() {
     tree, body,
   );
   const values = new Set(); // of the tokens of all that is shown
-  for (const other of browse.isSide ? group : [sample]) {
+  for (const other of listed) {
     const card = el("div", { className: "card" }, figuresOf(other));
     body.append(card);
     loadSample(other).then((whole) => drawTurns(card, whole, values), (error) => card.append(el("p", { className: "soft" }, error.message)));
@@ -245,7 +249,16 @@ function figuresOf(sample) {
     sample.reason ? el("p", { className: "error" }, shown(sample.reason)) : null);
 }
 
-// Each mode: a token's value, and the colour of a value; null: none.
+// A choice that is no longer offered gives way to the first.
+function offerModes(select, isOffered) {
+  const offered = Object.entries(MODES).filter(([key, mode]) => isOffered(key, mode));
+  select.replaceChildren(...offered.map(([key, mode]) => el("option", { value: key, selected: key === browse.mode }, mode.title)));
+  if (select.value === browse.mode) return;
+  browse.mode = select.value;
+  drawDetail();
+}
+
+// Each mode: a token's value, and the colour of a value; null: none. One with a column is offered where a sample has it.
 const hue = (h, strength = 1) => `hsl(${h} 70% var(--lightness) / ${strength})`;
 const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 215 : 8, Math.min(1, Math.abs(value) / most)));
 const MODES = {
@@ -256,6 +269,8 @@ const MODES = {
   advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), ends: ["+1.5", "−1.5"], at: [1.5, 0.5, -0.5, -1.5] },
   teacher: { title: "teacher − engine, log-prob", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v === null ? null : -v, 2), ends: ["+2 nats", "−2"], at: [1, 0.1, -0.1, -1, -2] },
   value: { title: "critic's value", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, Math.min(1, Math.abs(v)))), ends: ["0", "±1 or more"], at: [0.1, 0.5, 1] },
+  weight: { title: "weight", column: "token_weights", of: (t) => t.weight, color: (v) => (v === null ? "" : hue(280, Math.min(1, v / 2))), at: [0, 0.5, 1, 2] },
+  reward: { title: "reward", column: "token_rewards", of: (t) => t.reward, color: (v) => diverging(v === null ? null : -v, 1), at: [1, 0.1, -0.1, -1] },
   none: { title: "nothing", of: () => null, color: () => "" },
 };
 
@@ -274,6 +289,7 @@ function tokensOf(whole) {
       ratio: gap === null ? null : Math.exp(gap), advantage: !isTrained ? null : whole.advantages ? whole.advantages[at] : whole.advantage,
       reference: isTrained && whole.ref_logprobs ? whole.ref_logprobs[at] : null, value: isTrained && whole.values ? whole.values[at] : null,
       teacher: isTrained && whole.teacher_logprobs ? whole.teacher_logprobs[at] : null,
+      weight: isTrained && whole.token_weights ? whole.token_weights[at] : null, reward: isTrained && whole.token_rewards ? whole.token_rewards[at] : null,
     };
   });
 }
@@ -340,6 +356,8 @@ function numbersOf(token) {
   if (token.teacher !== null) lines.push(`teacher's log-prob ${number(token.teacher)}`);
   if (token.value !== null) lines.push(`critic's value ${number(token.value)}`);
   if (token.advantage !== null) lines.push(`advantage ${number(token.advantage)}`);
+  if (token.weight !== null) lines.push(`weight ${number(token.weight)}`);
+  if (token.reward !== null) lines.push(`reward ${number(token.reward)}`);
   return lines.join("\n");
 }
 

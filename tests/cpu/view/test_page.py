@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -239,6 +240,35 @@ def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> 
         expect(page.locator(".side > .card")).to_have_count(3)
         page.select_option("#mode", "version")
         expect(page.locator("#scale span")).to_have_text(["version 1", "version 2"])
+
+
+def test_weights_and_rewards_of_tokens_are_shown_where_a_sample_has_them(tmp_path: Path, page: Page) -> None:
+    def choices() -> list[str]:
+        return page.locator("#mode option").all_inner_texts()
+
+    record, last = SampleRecord(tmp_path / DIRECTORY, turns_of=turns), [0.0] * (len(WORDS) - 1)
+    known = {"token_weights": [0.5, *last], "token_rewards": [*last, 0.75]}
+    plain, both = answer(reward=0.5, versions=[1]), replace(answer(reward=0.75, versions=[1], sample=1), **known)
+    record.add(ended("sum-1", 3, Outcome.TRAINED, plain, both))
+    record.close()
+    TOKENIZER_OF_THE_RUN.backend_tokenizer.save(str(tmp_path / TOKENIZER))
+    with served(tmp_path) as address:
+        page.goto(f"{address}#/samples?run=0&row=1")
+        tokens = page.locator(".turn.assistant .token")
+        expect(page.locator("#mode option", has_text="weight")).to_have_count(1)
+        for name, place, shown in (("weight", 0, "weight 0.5\nreward 0"), ("reward", -1, "weight 0\nreward 0.75")):
+            page.select_option("#mode", name)
+            tokens.nth(place).hover()
+            assert page.locator("#hint").inner_text().endswith(shown)
+            colours = tokens.evaluate_all("all => all.map(one => one.style.background)")
+            assert colours.count(colours[place]) == 1, "its number is like no other"
+        with_both = choices()
+        page.locator(".chips button", has_text="0: 0.5").click()
+        expect(page.locator("#scale span")).to_have_text(["version 1"])
+        assert [title for title in with_both if title not in choices()] == ["weight", "reward"]
+        tokens.first.hover()
+        expect(page.locator("#hint")).to_contain_text("gap -0.25")
+        assert "weight" not in page.locator("#hint").inner_text()
 
 
 def test_a_rewritten_history_is_a_tree_of_branches(run_dir: Path, page: Page) -> None:
