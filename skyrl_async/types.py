@@ -385,6 +385,9 @@ class Trajectory:
             raise ValueError(
                 f"trajectory.turn_rewards has {len(self.turn_rewards)} entries, but turn {last} is trained"
             )
+        for turn, reward in enumerate(self.turn_rewards):
+            if not math.isfinite(reward):
+                raise ValueError(f"trajectory.turn_rewards must be finite, got {reward} for turn {turn}")
         if not math.isclose(math.fsum(self.turn_rewards), self.reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(f"trajectory.turn_rewards must sum to reward ({self.reward}), got {self.turn_rewards}")
 

@@ -137,8 +137,10 @@ def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> Non
         f"no sampled token for {uid}: every loss mask is empty (as are those of turns sampled under a grammar, such as "
         "tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)",
     )
-    is_finite = all(math.isfinite(row.reward) for row in trajectories)
-    _require(is_finite, f"a reward that is not a finite number for {uid}")
+    for place, row in enumerate(trajectories):
+        index = request.indices[place] if row.sample_index is None else row.sample_index
+        found = f"the reward {row.reward} for sample {index} of {uid}, expected a finite number"
+        _require(math.isfinite(row.reward), found)
 
 
 def _require(is_so: bool, returned: str) -> None:

@@ -80,7 +80,10 @@ def routes(serving: Serving) -> list[Route]:
         return StrictJSONResponse(_shown(session, has_left_out=not store.settings.trains_side_requests))
 
     async def finish_session(request: Request) -> Response:
-        outcome = checked_body(request, SessionOutcome)
+        try:
+            outcome = checked_body(request, SessionOutcome)
+        except ApiError as error:
+            raise replace(error, message=f"session {request.path_params['id']}: {error.message}") from None
         session = store.get(request.path_params["id"])
         try:
             outcome.turn_rewards(session.tree.num_turn_tokens)

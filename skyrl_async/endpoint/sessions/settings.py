@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from skyrl_async.columns import Rewards, at_last
 from skyrl_async.config.schema.server import BranchPolicyName, ReasoningPolicy
@@ -75,12 +75,16 @@ class TurnReward(BaseModel):
 
     turn: int = Field(ge=0)
     """Which of the session's replies, in the order in which they were finished, from 0. Side requests count."""
-    value: FiniteFloat | tuple[FiniteFloat, ...]
+    value: float | tuple[float, ...]
     """Of the whole turn, or of each of its sampled tokens."""
 
     @field_validator("value")
     @classmethod
-    def _check_size(cls, value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    def _check_value(cls, value: float | tuple[float, ...], info: ValidationInfo) -> float | tuple[float, ...]:
+        for token, one in enumerate(_listed(value)):
+            if not math.isfinite(one):
+                place = f", token {token}" if isinstance(value, tuple) else ""
+                raise ValueError(f"rewards must be finite, got {one} for turn {info.data.get('turn')}{place}")
         if largest := next((one for one in _listed(value) if abs(one) > _MAX_REWARD), 0.0):
             raise ValueError(f"rewards are too large: each must be between -1e30 and 1e30, got {largest:g}")
         return value
@@ -99,7 +103,7 @@ class SessionOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    reward: FiniteFloat
+    reward: float
     """What the whole session earned; may be left out beside ``rewards``, whose sum it is."""
     rewards: tuple[TurnReward, ...] = ()
     """What single turns earned; a turn that is not named earned nothing, one that is named twice both."""
@@ -119,7 +123,14 @@ class SessionOutcome(BaseModel):
             total = math.fsum(math.fsum(map(float, _listed(value))) for value in values)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             total = 0.0  # the checks of rewards name what is wrong
-        return given | {"reward": total}
+        return given | {"reward": total if math.isfinite(total) else 0.0}
+
+    @field_validator("reward")
+    @classmethod
+    def _check_reward(cls, reward: float) -> float:
+        if not math.isfinite(reward):
+            raise ValueError(f"reward must be a finite number, got {reward}")
+        return reward
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:

@@ -162,7 +162,7 @@ class EnvironmentReward:
             turn_rewards: list[float | NDArray[np.float64]] = [0.0] * num_replies
             reward = 0.0
             for turn, text in texts[:limit]:
-                outcome = await calls.step(text)
+                outcome = await calls.step(text, turn=turn)
                 if is_whole:
                     source = f"{type(environment).__name__}.step for turn {turn}"
                     _require_one_per_token(outcome.token_rewards, source, episode, turn)

@@ -171,14 +171,17 @@ class AgentSession:
         """Reward and close the session; returns its training rows. A second call returns the same rows.
 
         Args:
-            reward: finite; ``ValueError`` otherwise.
+            reward: finite; ``ValueError`` names the session otherwise.
             turn_rewards: what the first turns earned, in the order of replies, each a number or (T,) of its sampled tokens; they sum to
                 ``reward``. Empty: only the whole is known.
             metrics: figures of the episode; values that are not finite are left out, since JSON cannot hold them.
             is_truncated: a budget ended it, not the policy.
         """
-        if not math.isfinite(reward):
-            raise ValueError(f"reward must be a finite number, got {reward}")
+        for name, of in [("reward", reward), *((f"turn_rewards[{turn}]", of) for turn, of in enumerate(turn_rewards))]:
+            values = np.atleast_1d(of)
+            for token in np.flatnonzero(~np.isfinite(values)):
+                place = f" for token {token}" if np.ndim(of) else ""
+                raise ValueError(f"{name} of session {self.id} must be finite, got {values[token]}{place}")
         rewards = [{"turn": turn, "value": np.asarray(value).tolist()} for turn, value in enumerate(turn_rewards)]
         return await self._finish(reward, metrics, is_truncated=is_truncated, rewards=rewards)
 

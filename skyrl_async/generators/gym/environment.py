@@ -71,7 +71,7 @@ def finite_reward(found: Any, source: str) -> float:
     """``found`` as a number; ``GenerationError`` names its source if it is none, or not finite."""
     try:
         reward = float(found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         reward = math.nan
     if not math.isfinite(reward):
         raise GenerationError(f"{source} must return a finite number as reward, got {found!r}")
@@ -84,10 +84,13 @@ def turn_reward(found: Any, source: str) -> tuple[float, NDArray[np.float64] | N
         return finite_reward(found, source), None
     try:
         values = np.asarray(found, np.float64)
-    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with a gradient
-        values = np.full(1, math.nan)
-    if values.ndim != 1 or not np.isfinite(values).all():
-        raise GenerationError(f"{source} must return finite numbers as rewards of tokens, got {reprlib.repr(found)}")
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor with a gradient
+        values = np.empty(())
+    expected = f"{source} must return finite numbers (float32) as rewards of tokens, got"
+    if values.ndim != 1:
+        raise GenerationError(f"{expected} {reprlib.repr(found)}")
+    for token in np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max)):
+        raise GenerationError(f"{expected} {values[token]} for token {token}")
     return math.fsum(values), values
 
 
@@ -155,15 +158,16 @@ class EnvironmentCalls:
             raise GenerationError(f"{type(self._environment).__name__} has no restore any more")
         await self._call(self._environment.restore, json.loads(snapshot))
 
-    async def step(self, action: str, token_ids: TokenIds | None = None) -> StepOutcome:
-        """Pass an action on, with its tokens, (T,), if known; ``GenerationError`` if the answer lacks a field of the protocol."""
+    async def step(self, action: str, token_ids: TokenIds | None = None, *, turn: int) -> StepOutcome:
+        """Pass an action on, with its tokens, (T,), if known; ``GenerationError`` names the turn of an answer that breaks the protocol."""
         report("in environment step")
         step: Callable[..., Any] = self._environment.step
         if self._takes_tokens:
             step = partial(step, token_ids=token_ids)
         output, snapshot = await self._call(self._with_snapshot, step, action)
+        source = f"{type(self._environment).__name__}.step for turn {turn}"
         try:
-            reward, token_rewards = turn_reward(output["reward"], f"{type(self._environment).__name__}.step")
+            reward, token_rewards = turn_reward(output["reward"], source)
             return StepOutcome(
                 observations=list(output["observations"]),
                 reward=reward,
@@ -174,9 +178,7 @@ class EnvironmentCalls:
                 snapshot=snapshot,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise GenerationError(
-                f"{type(self._environment).__name__}.step must return observations, reward and done, got {output!r}"
-            ) from error
+            raise GenerationError(f"{source} must return observations, reward and done, got {output!r}") from error
 
     def _with_snapshot(self, method: Callable[..., T], *args: Any) -> tuple[T, str | None]:
         """The result of ``method``, and the snapshot after it as text, so that nothing in it changes later."""

@@ -145,7 +145,7 @@ class TrajectoryBuilder:
             )
         if token_rewards is not None and len(token_rewards) != len(sampled):
             raise GenerationError(
-                f"the environment's rewards of turn {len(self.turns) + 1} must be one per sampled token that is kept ({len(sampled)}), "
+                f"the environment's rewards of turn {len(self.turns)} must be one per sampled token that is kept ({len(sampled)}), "
                 f"got {len(token_rewards)}"
             )
         added = _Addition(

@@ -130,7 +130,7 @@ class EpisodeGenerator(ABC):
             if turn is None:
                 return state.builder.build(is_truncated=True, metrics=await calls.metrics())
             state.turn = turn
-            outcome = await calls.step(turn.text, turn.completion.token_ids)
+            outcome = await calls.step(turn.text, turn.completion.token_ids, turn=state.num_steps)
             is_last = outcome.is_done or state.num_steps + 1 == self._max_turns
             metrics = await calls.metrics() if is_last else {}
             action, num_kept = self._remembered(turn, outcome.postprocessed_action)

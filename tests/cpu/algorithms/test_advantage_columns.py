@@ -132,6 +132,7 @@ def test_a_trained_token_that_is_in_no_turn_is_refused() -> None:
     ("fields", "said"),
     [
         ({"turn_rewards": (1.0, 2.0)}, r"turn_rewards must sum to reward \(0.0\), got \(1.0, 2.0\)"),
+        ({"turn_rewards": (np.inf, -np.inf)}, r"turn_rewards must be finite, got inf for turn 0"),
         ({"turn_rewards": (0.0,)}, r"turn_rewards has 1 entries, but turn 1 is trained"),
         (
             {"turn_spans": (TurnSpan(index=0, start=0, end=4),)},

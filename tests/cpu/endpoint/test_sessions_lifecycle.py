@@ -133,12 +133,14 @@ async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSamp
             {"rewards": [{"turn": 1, "value": [1e308, 1e308]}], "reward": 1.0},
             {"rewards": [{"turn": 1, "value": [1e39, 0.0]}]},
             {"reward": 1e39},
+            {"rewards": [{"turn": 0, "value": 1.0}, {"turn": 2, "value": ["0", "inf"]}]},
+            {"reward": "nan"},
         ]
         refused = [(await session.controller.post(url, json=body)) for body in wrong]
         as_text = [{"turn": one["turn"], "value": str(one["value"])} for one in rewards]
         finished = (await session.controller.post(url, json={"rewards": as_text})).json()["trajectories"]
         again = (await session.controller.post(url, json={"rewards": rewards})).json()["trajectories"]
-    assert [answer.status_code for answer in refused] == [400] * 12
+    assert [answer.status_code for answer in refused] == [400] * 14
     said = [answer.json()["error"]["message"] for answer in refused]
     assert "rewards name turn 3, but the session has 3 turns, counted from 0" in said[0]
     assert "reward must be the sum of rewards (-0.25), or be left out, got 1" in said[1]
@@ -146,6 +148,9 @@ async def test_single_turns_are_rewarded_and_found_in_the_rows(sampler: HeldSamp
     assert "rewards have 1 values for turn 1, but it has 2 sampled tokens" in said[6]
     assert "rewards are too large: each must be between -1e30 and 1e30, got 1e+308" in said[9]
     assert "got 1e+39" in said[10] and "reward is too large" in said[11]
+    assert "rewards must be finite, got inf for turn 2, token 1" in said[12]
+    assert "reward must be a finite number, got nan" in said[13]
+    assert all(session.id in text for text in said[12:])
     assert [(row["reward"], row["turn_rewards"]) for row in finished] == [(-0.25, [-1.0, 0.0, 0.75])] * 3
     assert [[span["index"] for span in row["turn_spans"]] for row in finished] == [[0], [1], [2]]
     assert again == finished

@@ -491,10 +491,11 @@ async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
         ([math.inf], r"generator.reward\[0\] must return a finite number as reward, got inf"),
         (
             [torch.ones(2, requires_grad=True)],
-            r"generator.reward\[0\] must return finite numbers as rewards of tokens, got tensor",
+            r"generator.reward\[0\] must return finite numbers \(float32\) as rewards of tokens, got tensor",
         ),
-        ([["x"]], r"generator.reward\[0\] must return finite numbers as rewards of tokens, got \['x'\]"),
-        ([[math.inf]], r"generator.reward\[0\] must return finite numbers as rewards of tokens, got \[inf\]"),
+        ([["x"]], r"generator.reward\[0\] must return finite numbers .* of tokens, got \['x'\]"),
+        ([[0.0] * 9 + [1e39]], r"generator.reward\[0\] must return finite .* of tokens, got 1e\+39 for token 9"),
+        (10**400, "generator.reward must return a finite number as reward, got 1000"),
         ([[0.5]], r"generator.reward\[0\] must have one number per sampled token \(\d+\), got 1"),
     ],
 )
@@ -602,6 +603,9 @@ async def test_an_environment_that_rewards_other_tokens_than_were_sampled_fails_
     assert np.array_equal(of_turn, found)
     found.pop()
     with pytest.raises(GenerationError, match=r"FunctionEnv.step for turn 0 must have .* token \(3\), got 2"):
+        await source.reward_of(PROMPT, episode)
+    found.append(math.nan)
+    with pytest.raises(GenerationError, match=r"task.reward must return finite .* got nan for token 2"):
         await source.reward_of(PROMPT, episode)
 
 

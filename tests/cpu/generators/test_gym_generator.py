@@ -390,7 +390,7 @@ class Silent(Quiz):
 
 
 async def test_an_environment_that_breaks_its_protocol_is_named(play: Play) -> None:
-    with pytest.raises(GenerationError, match=r"Silent.step must return observations, reward and done"):
+    with pytest.raises(GenerationError, match=r"Silent.step for turn 0 must return observations, reward and done"):
         await play_one(play, ScriptedSampler(["a"]), Silent())
 
 
@@ -417,10 +417,10 @@ async def test_an_environment_may_reward_each_token_that_it_is_shown(play: Play)
 @pytest.mark.parametrize(
     ("rewards", "complaint"),
     [
-        ((1.0,), r"rewards of turn 1 must be one per sampled token that is kept \(4\), got 1"),
+        ((1.0,), r"rewards of turn 0 must be one per sampled token that is kept \(4\), got 1"),
         (
             (0.0, 1.0, np.nan, 0.0),
-            r"Judge.step must return finite numbers as rewards of tokens, got \[0.0, 1.0, nan, 0.0\]",
+            r"Judge.step for turn 0 must return finite numbers \(float32\) as rewards of tokens, got nan for token 2",
         ),
     ],
 )
@@ -430,6 +430,15 @@ async def test_rewards_that_are_not_one_number_per_token_are_refused_with_their_
     with pytest.raises(GenerationError, match=complaint) as caught:
         await play_one(play, ScriptedSampler(["abc", "d"]), Judge(*rewards))
     assert caught.value.__notes__ == ["in environment 'quiz', prompt 'p', sample 0"]
+
+
+async def test_a_reward_of_a_later_turn_that_is_not_finite_is_named_with_its_turn(play: Play) -> None:
+    class Late(Quiz):
+        def step(self, action: str) -> dict[str, Any]:
+            return super().step(action) | {"reward": np.inf if len(self.actions) == 2 else 0.5}
+
+    with pytest.raises(GenerationError, match=r"Late.step for turn 1 must return a finite number as reward, got inf"):
+        await play_one(play, ScriptedSampler(["a", "b"]), Late())
 
 
 async def test_a_failing_sampler_is_not_swallowed(play: Play) -> None:

@@ -315,8 +315,11 @@ async def test_a_reward_must_be_finite_and_no_key_is_shown() -> None:
         SessionPool([endpoint.root], CONTROLLER_KEY) as pool,
         pool.session() as session,
     ):
-        with pytest.raises(ValueError, match="reward must be a finite number, got nan"):
+        with pytest.raises(ValueError, match=f"reward of session {session.id} must be finite, got nan"):
             await session.finish(math.nan)
+        said = rf"turn_rewards\[1\] of session {session.id} must be finite, got inf for token 1"
+        with pytest.raises(ValueError, match=said):
+            await session.finish(1.0, turn_rewards=(1.0, [0.0, math.inf]))
         assert session.api_key not in repr(session)
 
 

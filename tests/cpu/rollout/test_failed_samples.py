@@ -211,6 +211,15 @@ def test_a_kept_sample_without_a_finite_reward_is_generated_again() -> None:
     assert generator.asked == [(0, 1, 2, 3), (1, 2)]
 
 
+def test_a_returned_sample_without_a_finite_reward_is_named_with_the_reward() -> None:
+    class Diverging(Scripted):
+        async def _play(self, index: int) -> Trajectory:
+            return replace(await super()._play(index), reward=float("inf") if index == 2 else 0.0)
+
+    with pytest.raises(GenerationError, match="the reward inf for sample 2 of p, expected a finite number"):
+        run(Diverging({}), max_retries=0)
+
+
 @dataclass
 class Abandoning:
     """An agent's: returns its failed samples as abandoned rows, or without any."""
