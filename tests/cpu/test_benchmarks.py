@@ -4,8 +4,11 @@ import asyncio
 import importlib
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from benchmarks.delta import share_unchanged
 from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
 from benchmarks.estimator_bias import compared
 from benchmarks.estimator_figures import table as estimator_table
+from benchmarks.estimator_runs import RUNS, kept_rows, overrides
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
@@ -24,6 +28,7 @@ from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
 from benchmarks.turn_policy import make_policy
+from skyrl_async.config.load import from_overrides
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS
 from skyrl_async.simulator.clock import run_in_virtual_time
 
@@ -188,24 +193,119 @@ def test_the_page_about_publishing_shows_the_figures_that_are_kept() -> None:
         ) in page
 
 
-def test_the_tutorial_about_stages_shows_the_figures_that_are_kept() -> None:
-    page = (ROOT / "docs/tutorials/05_stages.md").read_text()
-    for row in json.loads((ROOT / "benchmarks/results/schedules.json").read_text())["rows"]:
-        assert (
-            f"| `{row['schedule']}` | {row['ref_logp']} | {row['seconds']:.1f} s | {row['seconds_of_all_steps']:.1f} s | "
-            f"{row['reward_after']:.2f} | {100 * row['utilisation']:.0f} % | {row['staleness_max']} |\n"
-        ) in page
+Kept = dict[str, Any]
+"""What a file of ``benchmarks/results`` holds."""
 
 
-def test_the_tutorial_about_algorithms_shows_the_kept_figures_of_distillation() -> None:
-    page = (ROOT / "docs/tutorials/06_algorithms.md").read_text()
-    kept = json.loads((ROOT / "benchmarks/results/distillation_runs.json").read_text())
-    assert len(kept["rows"]) == 6
+def listed(values: Iterable[float], between: str = " ", digits: int = 2) -> str:
+    return between.join(f"{value:.{digits}f}" for value in values)
+
+
+def after(kept: Kept, correction: str, *bounds: int) -> list[list[float]]:
+    """The rewards of the seeds, in their order, at each bound on staleness."""
+    rows = sorted((row for row in kept["rows"] if row["correction"] == correction), key=lambda row: row["seed"])
+    return [[row["reward_after"] for row in rows if row["staleness"] == bound] for bound in bounds]
+
+
+def less(kept: Kept, correction: str, bound: int) -> str:
+    """How far the reward is from that at a bound of 0."""
+    key = correction, bound
+    (row,) = (row for row in kept["against_no_staleness"] if (row["correction"], row["staleness"]) == key)
+    return f"{row['reward_difference']:+.3f} ± {row['standard_error']:.3f}"
+
+
+def of_schedules(kept: Kept) -> Iterator[str]:
+    for row in kept["rows"]:
+        seconds = f"{row['seconds']:.1f} s | {row['seconds_of_all_steps']:.1f} s"
+        ends = f"{row['reward_after']:.2f} | {100 * row['utilisation']:.0f} % | {row['staleness_max']}"
+        yield f"| `{row['schedule']}` | {row['ref_logp']} | {seconds} | {ends} |"
+    synchronous, _, ours, *_ = (row["seconds_of_all_steps"] for row in kept["rows"])
+    yield f"all 30 steps take {ours / synchronous:.2f} of the synchronous time"
+
+
+def of_distillation_runs(kept: Kept) -> Iterator[str]:
     assert all(row["reward_after"] > 0.9 and row["seconds"] < 120 for row in kept["rows"])
     for row in [{"divergence": "", "kind": "the teacher itself"} | kept["teacher"], *kept["rows"]]:
         name = f"`{row['divergence']}`, {row['kind']}" if row["divergence"] else row["kind"]
         rewards = f"{row['reward_before']:.2f} | {row['reward_after']:.2f}"
-        assert f"| {name} | {rewards} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |\n" in page
+        yield f"| {name} | {rewards} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |"
+
+
+def of_estimator_runs(kept: Kept) -> Iterator[str]:
+    names = (", ".join(f"`{part}`" for part in row["estimator"].split(", ")) for row in kept["rows"])
+    yield f"| estimator | {' | '.join(names)} |"
+    for name in ("before", "after"):
+        yield f"| {name} | {listed((row[f'reward_{name}'] for row in kept['rows']), ' | ')} |"
+
+
+def of_critic(kept: Kept) -> Iterator[str]:
+    weighted, plain = (after(kept, name, 0, 4, 8) for name in ("gae", "gae_unweighted"))
+    first, second, third = map(fmean, weighted)
+    yield f"{first:.2f} (S = 0), {second:.2f} (4) and {third:.2f} (8) with the weights"
+    yield f"and {listed(map(fmean, plain), ', ')} with `trainer.algorithm.vtrace_clip=null`"
+    spreads = [max(ends) - min(ends) for ends in (*weighted, *plain)]
+    yield f"differ by {min(spreads):.2f} to {max(spreads):.2f}"
+    yield f"the same computation, by {first - fmean(plain[0]):.2f} "
+
+
+def of_distillation_curves(kept: Kept) -> Iterator[str]:
+    for bound in (0, 4, 8):
+        means = (fmean(*after(kept, name, bound)) for name in ("none", "decoupled", "forward_kl"))
+        yield f"| {bound} | {listed(means, ' | ', 3)} |"
+    yield f"(from {fmean(row['reward_before'] for row in kept['rows']):.2f};"
+
+
+def of_min_ess(kept: Kept) -> Iterator[str]:
+    (row,) = kept["rows"]
+    yield f"(`lr_scale` is {row['lr_scale'] * row['steps']:.0f}/{row['steps']} in the mean)"
+    yield f"held-out reward went from {row['reward_before']:.2f} to {row['reward_after']:.2f}"
+
+
+def of_eight_seeds(kept: Kept) -> Iterator[str]:
+    ends = after(kept, "none", 0, 1, 4, 8)
+    for seed, of_seed in enumerate(zip(*ends, strict=True)):
+        yield f"| {seed} | {listed(of_seed, ' | ')} | {of_seed[2] - of_seed[0]:+.3f} |"
+    yield f"| mean | {listed(map(fmean, ends), ' | ', 3)} | {fmean(ends[2]) - fmean(ends[0]):+.3f} |"
+    yield f"| less S = 0 | | {' | '.join(less(kept, 'none', bound) for bound in (1, 4, 8))} | |"
+    for name, bound in [*product(("token_tis",), (0, 1, 4, 8)), *product(("decoupled",), (0, 4))]:
+        (of_bound,) = after(kept, name, bound)
+        costs = less(kept, name, bound) if bound else ""
+        yield f"| `{name}` | {bound} | {listed(of_bound)} | {fmean(of_bound):.3f} | {costs} |"
+    for name, title in {
+        "token_tis": "`token_tis`",
+        "token_tis_guard": "with `trainer.guard.scale_lr_by_ess=true`",
+    }.items():
+        yield f"| {title} | {listed(*after(kept, name, 8), ' | ')} |"
+
+
+def of_half_rate(kept: Kept) -> Iterator[str]:
+    fresh, stale, stalest = map(listed, after(kept, "token_tis", 0, 4, 8))
+    yield f"`token_tis` ends at {fresh} (S = 0), {stale} (4) and {stalest} (8)."
+    difference, error = less(kept, "token_tis", 4).split(" ± ")
+    yield f"S = 4 is {difference.removeprefix('-')} below S = 0 (± {error})"
+    fresh, stale, stalest = map(listed, after(kept, "none", 0, 4, 8))
+    yield f"`none` ends at {fresh}, {stale} and {stalest}:"
+
+
+@pytest.mark.parametrize(
+    ("figures", "page", "said"),
+    [
+        ("schedules", "05_stages", of_schedules),
+        ("distillation_runs", "06_algorithms", of_distillation_runs),
+        ("estimator_runs", "06_algorithms", of_estimator_runs),
+        ("staleness_curves_critic", "06_algorithms", of_critic),
+        ("staleness_curves_distillation", "06_algorithms", of_distillation_curves),
+        ("staleness_curves_min_ess", "06_algorithms", of_min_ess),
+        ("staleness_curves_eight_seeds", "06_algorithms", of_eight_seeds),
+        ("staleness_curves_half_rate", "06_algorithms", of_half_rate),
+    ],
+)
+def test_a_tutorial_says_the_figures_that_are_kept(
+    figures: str, page: str, said: Callable[[Kept], Iterator[str]]
+) -> None:
+    text = " ".join((ROOT / f"docs/tutorials/{page}.md").read_text().split())
+    for line in said(json.loads((ROOT / f"benchmarks/results/{figures}.json").read_text())):
+        assert " ".join(line.split()) in text
 
 
 def test_the_page_about_published_results_shows_the_figures_that_are_kept() -> None:
@@ -233,6 +333,22 @@ def test_the_page_about_benchmarks_shows_the_kept_figures_of_plans_and_routing()
         assert f"| {row['measured_step_s']:.2f} s | {100 * row['error']:+.0f} % |\n" in page
     for row in json.loads((ROOT / "benchmarks/results/routing.json").read_text())["rows"]:
         assert f" {row['tokens_per_s']:,.0f} ({100 * row['prefix_hit_frac']:.0f} %) |" in page
+
+
+def test_runs_of_estimators_are_configurations_and_those_that_are_not_run_again_are_kept_with_their_commit(
+    tmp_path: Path,
+) -> None:
+    for name in RUNS:
+        config = from_overrides(*overrides(name), "trainer.num_steps=30")
+        assert name.startswith(config.trainer.algorithm.advantage_estimator)
+    assert config.trainer.algorithm.split_sample_weight
+    path = tmp_path / "runs.json"
+    rows = [{"estimator": "grpo", "reward_after": 1.0}, {"estimator": "gae", "commit": "b"}]
+    path.write_text(json.dumps({"conditions": {"seed": 0, "commit": "a"}, "rows": rows}))
+    assert kept_rows(path, ["rloo"], 0) == [rows[0] | {"commit": "a"}, rows[1]]
+    assert kept_rows(path, ["grpo"], 0) == rows[1:]
+    with pytest.raises(SystemExit, match="holds rows of --seed 0, got --seed 1; name another file"):
+        kept_rows(path, ["grpo"], 1)
 
 
 def test_a_block_is_spared_where_none_of_its_bytes_changed() -> None:
