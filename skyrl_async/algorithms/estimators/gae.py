@@ -13,9 +13,9 @@ from skyrl_async.registries import Unit
 def gae_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[NDArray[np.float64]]:
     """``A_t = d_t + gamma lambd w_(t+1) A_(t+1)`` with ``d_t = r_t + gamma V_(t+1) - V_t`` over the trained tokens t of a sample.
 
-    With ``w = 1`` this is GAE (arXiv 1506.02438, equation 16), and ``lambd = 1`` gives the return less the value: unbiased, whatever the
-    values are. With ``lambd < 1`` what the values get wrong becomes bias. After the last token V is 0. The environment's tokens are no
-    steps: the token after an observation follows the one before it.
+    With ``w = 1`` this is GAE (arXiv 1506.02438, equation 16). ``lambd = gamma = 1`` gives the return less the value: unbiased, however
+    wrong values are that depend only on what is before their token. With ``lambd < 1`` what the values get wrong becomes bias. After the
+    last token V is 0. The environment's tokens are no steps: the token after an observation follows the one before it.
 
     ``w_t = min(vtrace_clip, pi(t) / mu(t))`` corrects what follows a token for the policy that sampled it: V-trace (IMPALA, arXiv
     1802.01561, equation 1) with both of its bounds at ``vtrace_clip`` and its traces times ``lambd``. Its target of the value is
