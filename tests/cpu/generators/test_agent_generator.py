@@ -585,6 +585,26 @@ async def test_what_an_environment_gives_for_a_text_is_the_reward_of_its_turn_if
     assert earned.turn_rewards == pytest.approx(turn_rewards) and earned.reward == pytest.approx(0.2)
 
 
+async def test_an_environments_reward_that_is_not_finite_is_named_with_its_turn_and_prompt() -> None:
+    class Late(Relay):
+        def step(self, action: str) -> dict[str, Any]:
+            return super().step(action) | {"reward": math.nan if action == "b" else 0.1}
+
+    episode = AgentEpisode(
+        messages=(*PROMPT.messages, *said("a", "b")),
+        last_text=None,
+        output=None,
+        working_dir=Path(),
+        num_turns=2,
+        is_truncated=False,
+    )
+    source = EnvironmentReward(lambda _, extras: Late(extras), CallThreads("reward", 1), max_turns=8)
+    complaint = "Late.step for turn 1 must return a finite number as reward, got nan"
+    with pytest.raises(GenerationError, match=complaint) as caught:
+        await source.reward_of(Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={}), episode)
+    assert caught.value.__notes__ == ["in environment 'relay', which rewards prompt 'r'"]
+
+
 async def test_an_environment_that_rewards_other_tokens_than_were_sampled_fails_the_group() -> None:
     episode = AgentEpisode(
         messages=(),
