@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from skyrl_async.composition.closing import descendants, kill_descendants
+from skyrl_async.composition.ray_cluster import end_ray
 from skyrl_async.config.wheel_tag import correct_wheel_tag
+
+_RAY_ENDS_WITHIN_S = 60.0
 
 
 def _put_aside(name: str) -> str | None:
@@ -69,12 +74,22 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_ray() -> Iterator[None]:
-    """Join a Ray of this process's own."""
+    """Join a Ray of this process's own.
+
+    Its processes are killed where it does not end: twice, after a quarter of an hour of tests, a call to its GCS never returned
+    (``GcsSubscriber.close``), and only the GCS's end brought it back.
+    """
     import ray
 
+    before = descendants()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
-    ray.shutdown()
+    ending = threading.Thread(target=end_ray, daemon=True)
+    ending.start()
+    ending.join(_RAY_ENDS_WITHIN_S)
+    if ending.is_alive():
+        kill_descendants(but=before)
+        ending.join()
 
 
 @pytest.fixture(scope="session")
