@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, StateError
 from skyrl_async.inference.placement import Placement, PlacementSettings
@@ -225,7 +225,7 @@ class EnginePool:
     def load_statistics(self) -> dict[str, float]:
         """Of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.
 
-        The hit fraction is missing where no prompt came meanwhile.
+        The hit fraction is missing where no prompt came meanwhile, and iterations of a kind that there was not.
         """
         slots = self._slots.values()
         load, before = _total([slot.load for slot in slots]), _total([slot.load_before for slot in slots])
@@ -236,6 +236,13 @@ class EnginePool:
         }
         if num_prompt_tokens := load.num_prompt_tokens - before.num_prompt_tokens:
             found["engines/prefix_hit_frac"] = (load.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
+        for name, change in (("decode", load.decode - before.decode), ("prefill", load.prefill - before.prefill)):
+            if change.num:
+                found[f"engines/{name}_iteration_seconds"] = change.seconds / change.num
+                found[f"engines/{name}_iteration_requests"] = change.num_requests / change.num
+            if change.num_prefills:
+                found["engines/prefill_iteration_prompts"] = change.num_prefills / change.num
+                found["engines/prefill_iteration_tokens"] = change.num_prefill_tokens / change.num
         return found
 
     def count_call(self, name: str, num_tokens: int, seconds: float) -> None:
@@ -287,7 +294,10 @@ class EnginePool:
 
 def _total(loads: Sequence[EngineLoad]) -> EngineLoad:
     """The sum of each count, and the mean of ``cache_use``."""
-    sums = {each.name: sum(getattr(load, each.name) for load in loads) for each in fields(EngineLoad)}
+    sums: dict[str, Any] = {
+        each.name: sum((getattr(load, each.name) for load in loads), getattr(EngineLoad(), each.name))
+        for each in fields(EngineLoad)
+    }
     return EngineLoad(**sums | {"cache_use": sums["cache_use"] / max(1, len(loads))})
 
 

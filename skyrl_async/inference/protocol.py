@@ -4,11 +4,31 @@ by the simulator. Retries, text, chat and other engines are unknown to an engine
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from skyrl_async.errors import EngineDeadError
 from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Iterations of an engine's scheduler, added up. In each of them, all requests that run get their next token."""
+
+    num: int = 0
+    seconds: float = 0.0
+    num_requests: int = 0
+    """That ran in each."""
+    num_prefills: int = 0
+    """Of these, whose prompt, or answer up to an abort, was computed, or a part of it."""
+    num_prefill_tokens: int = 0
+    """Tokens of those."""
+
+    def __add__(self, other: "Iterations") -> "Iterations":
+        return Iterations(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: "Iterations") -> "Iterations":
+        return Iterations(*(ours - theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +46,10 @@ class EngineLoad:
     num_preemptions: int = 0
     """Running requests that lost their place in the cache, and computed their keys and values again: to others, or to new weights that
     came while requests were kept."""
+    decode: Iterations = Iterations()
+    """Iterations without a prefill."""
+    prefill: Iterations = Iterations()
+    """Those with one."""
 
 
 class InferenceEngine(Protocol):

@@ -153,6 +153,7 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": _WORKER_EXTENSION,
         "disable_log_stats": True,
+        "enable_logging_iteration_details": True,  # which nobody logs: each step says what was computed in it
     }
     if config.adapter_rank:
         arguments |= {

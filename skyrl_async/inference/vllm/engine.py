@@ -158,6 +158,7 @@ class VLLMEngine:
         core = self._llm.engine_core
         await self._control("pause", core.pause_scheduler_async, mode=mode.value, clear_cache=False)
         self._pause_mode = mode
+        self._counter.interrupt()
 
     async def resume(self) -> None:
         """``InferenceEngine.resume``. It waits for every pause begun before, cancelled or not."""

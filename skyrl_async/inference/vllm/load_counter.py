@@ -1,11 +1,12 @@
 """What a core says of its load after each of its steps. vLLM's own loggers would also keep metrics for Prometheus, unread here."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skyrl_async.inference.protocol import EngineLoad
+from skyrl_async.inference.protocol import EngineLoad, Iterations
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,11 +19,17 @@ class LoadCounter:
     def __init__(self) -> None:
         self.load = EngineLoad()
         """Up to the core's last step."""
+        self._busy_since: float | None = None
+        """When the core's last step ended, if it went on with the next one at once."""
 
     def listen(self, llm: "AsyncLLM") -> None:
         """Count what comes from the core of ``llm``, which was made in ``reporting_cores``."""
         processor = llm.output_processor
         processor.update_scheduler_stats = partial(self._add, processor.update_scheduler_stats)
+
+    def interrupt(self) -> None:
+        """The core stands still: the time until its next step is not that step's."""
+        self._busy_since = None
 
     def _add(self, pass_on: Any, stats: "SchedulerStats | None") -> None:
         pass_on(stats)
@@ -35,7 +42,24 @@ class LoadCounter:
             num_prompt_tokens=before.num_prompt_tokens + cache.queries + cache.preempted_queries,
             num_cached_tokens=before.num_cached_tokens + cache.hits + cache.preempted_hits,
             num_preemptions=before.num_preemptions + cache.preempted_requests,
+            **self._iterations(stats),
         )
+
+    def _iterations(self, stats: "SchedulerStats") -> "dict[str, Iterations]":
+        """Those up to this one, by kind. vLLM's own ``elapsed_ms`` lacks what is computed before it waits, on CPU the model itself."""
+        found = {"decode": self.load.decode, "prefill": self.load.prefill}
+        details, since, now = stats.iteration_details, self._busy_since, time.perf_counter()
+        self._busy_since = now if stats.num_running_reqs else None
+        if details is not None and since is not None:
+            kind = "prefill" if details.num_ctx_requests else "decode"
+            found[kind] += Iterations(
+                num=1,
+                seconds=now - since,
+                num_requests=details.num_ctx_requests + details.num_generation_requests,
+                num_prefills=details.num_ctx_requests,
+                num_prefill_tokens=details.num_ctx_tokens,
+            )
+        return found
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from skyrl_async.errors import EngineDeadError, InferenceError, NoEngineError, P
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import joined
 from skyrl_async.inference.prefix_index import BLOCK_TOKENS, prefixes_of
-from skyrl_async.inference.protocol import EngineLoad, InferenceEngine
+from skyrl_async.inference.protocol import EngineLoad, InferenceEngine, Iterations
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.faults import FaultyEngine
 from skyrl_async.simulator.models import ModelledEngine
@@ -208,12 +208,21 @@ def test_engines_say_how_full_their_caches_are_and_how_much_of_prompts_was_in_th
             "a",
             EngineLoad(num_prompt_tokens=1000, num_cached_tokens=560, num_preemptions=3, cache_use=0.5, num_waiting=4),
         )
-        client.pool.report_load("b", EngineLoad(num_prompt_tokens=100, num_cached_tokens=40))
+        decode = Iterations(num=4, seconds=0.1, num_requests=40)
+        prefill = Iterations(num=2, seconds=0.1, num_requests=21, num_prefills=3, num_prefill_tokens=300)
+        of_b = EngineLoad(num_prompt_tokens=100, num_cached_tokens=40, decode=decode, prefill=prefill)
+        client.pool.report_load("b", of_b)
         assert client.pool.load_statistics() == {
             "engines/cache_use": 0.25,
             "engines/preemptions": 3.0,
             "engines/waiting_requests": 4.0,
             "engines/prefix_hit_frac": 0.5,
+            "engines/decode_iteration_seconds": 0.025,
+            "engines/decode_iteration_requests": 10.0,
+            "engines/prefill_iteration_seconds": 0.05,
+            "engines/prefill_iteration_requests": 10.5,
+            "engines/prefill_iteration_prompts": 1.5,
+            "engines/prefill_iteration_tokens": 150.0,
         }
 
     run_in_virtual_time(main())

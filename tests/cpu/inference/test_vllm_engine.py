@@ -5,6 +5,7 @@ import gc
 import itertools
 import signal
 import threading
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -274,6 +275,27 @@ async def test_a_heartbeat_says_how_many_tokens_of_prompts_were_cached(engine_0:
     num_cached = outputs[0].num_cached_tokens + outputs[1].num_cached_tokens
     assert after.num_cached_tokens - before.num_cached_tokens == num_cached >= 128
     assert (after.num_waiting, after.num_preemptions) == (0, before.num_preemptions)
+
+
+async def test_a_heartbeat_says_what_was_computed_in_iterations_that_follow_each_other_and_how_long_they_took(
+    engine_0: VLLMEngine,
+) -> None:
+    before, began = await engine_0.ping(), time.perf_counter()
+    blocks = engine_0.stream(make_request("first", max_tokens=120))
+    await anext(blocks)  # its prefill began while the engine was idle: how long that took is not known
+    await engine_0.pause(PauseMode.KEEP)
+    paused = time.perf_counter()
+    await engine_0.ping()
+    paused = time.perf_counter() - paused
+    await engine_0.resume()
+    await engine_0.generate(make_request("second", list(range(3, 20)), max_tokens=4))
+    assert [block async for block in blocks][-1].finish_reason is FinishReason.LENGTH
+    after, lasted = await engine_0.ping(), time.perf_counter() - began
+    decode, prefill = after.decode - before.decode, after.prefill - before.prefill
+    assert (prefill.num, prefill.num_requests, prefill.num_prefills, prefill.num_prefill_tokens) == (1, 2, 1, 17)
+    # The one after the pause is not counted either. Where both ran, each iteration had two requests.
+    assert (decode.num, decode.num_requests) == (120 - 3, 120 - 3 + 3)
+    assert 0 < decode.seconds + prefill.seconds < lasted - paused
 
 
 async def test_weights_that_are_refused_do_not_pause_an_engine(engine_0: VLLMEngine) -> None:
