@@ -44,8 +44,8 @@ class Calls:
     """Of ``seconds``, without a place among ``engine.max_num_seqs``."""
     load: Floats
     """Mean of the requests that ran in an engine beside it, itself counted."""
-    training_share: Floats
-    """Share of its time in which the trainer computed."""
+    speed: Floats
+    """Mean of how fast its engine was, 1 where nothing else took its cores."""
     num_starts: Floats
     """Requests that began or were continued in an engine while it ran in one, its own counted."""
 
@@ -109,7 +109,8 @@ class OverTime:
 
     def __init__(self, times: Floats, changes: Floats) -> None:
         order = np.argsort(times, kind="stable")
-        self._times = np.concatenate([[-np.inf], times[order]])
+        self.times = times[order]
+        self._times = np.concatenate([[-np.inf], self.times])
         self.values = np.concatenate([[0.0], np.cumsum(changes[order])])
         """From each moment on."""
 
@@ -117,10 +118,14 @@ class OverTime:
         """The quantity right before each of these moments."""
         return self.values[np.searchsorted(self._times, times, side="left") - 1]
 
+    def since(self, times: Floats) -> Floats:
+        """The quantity from each of these moments on."""
+        return self.values[np.searchsorted(self._times, times, side="right") - 1]
+
     def integral(self, begin: Floats, end: Floats, of: Floats | None = None) -> Floats:
         """From each ``begin`` to its ``end``. ``of``: other values from each moment on."""
         values = self.values if of is None else of
-        times = self._times[1:]
+        times = self.times
         integral = np.concatenate([[0.0], np.cumsum(values[1:-1] * np.diff(times))])
 
         def until(moments: Floats) -> Floats:
@@ -209,8 +214,8 @@ class Samples:
     def _of_rows(self, name: str) -> list[Any]:
         return [row[name] for row in self._rows]
 
-    def calls(self, first_step: int, spans: Sequence[Span]) -> Calls:
-        """The calls of samples that were trained from ``first_step`` on, and did not overlap a validation."""
+    def calls(self, first_step: int, spans: Sequence[Span], speed: OverTime) -> Calls:
+        """The calls of samples that were trained from ``first_step`` on, and did not overlap a validation. ``speed``: of engines."""
         num_turns, step = self._of_replies("num_turns"), np.array(self._of_rows("step"), np.int64)
         lasted = self.end - self.begin
         began = np.concatenate(
@@ -228,7 +233,6 @@ class Samples:
         waiting = waiting_seconds(running[0], running[1], order, running[2], places, capacity=self._most)
         seconds = self._in_engine * (1 - pauses.mean(self.begin, self.end))
         running_share = 1 - waiting / np.maximum(seconds, 1e-9)
-        training = spans_over_time(span for span in spans if span.track == "training" and span.name != "checkpoint")
         validating = spans_over_time(span for span in spans if span.track == "evaluation")
         kept = (step >= first_step) & (validating.mean(self.begin, self.end) == 0)
         found = {
@@ -239,7 +243,7 @@ class Samples:
             "environment_seconds": self._of_replies("environment_seconds"),
             "waiting": waiting,
             "load": self.open.mean(self.begin, self.end, of=np.minimum(self.open.values, self._most)),
-            "training_share": np.minimum(1.0, training.mean(self.begin, self.end)),
+            "speed": speed.mean(self.begin, self.end),
             "num_starts": (starts.at(self.end) - starts.at(self.begin)) * np.maximum(0.0, running_share),
         }
         return Calls(**{name: values[kept] for name, values in found.items()})

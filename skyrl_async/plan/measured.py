@@ -10,7 +10,7 @@ Times are seconds since the run's trace began.
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,10 +25,10 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
 from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.plan.calls import Calls, Floats, Samples, turns_by_group
+from skyrl_async.plan.calls import Calls, Floats, OverTime, Samples, spans_over_time, turns_by_group
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
 from skyrl_async.simulator.models import Turn
-from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, slowdown
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, TRAINING_CORES, slowdown
 
 Step: TypeAlias = dict[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -55,8 +55,8 @@ class Gradients:
     """Of its rows, prompts counted; the step's mean where the record does not say which group it was."""
     seconds: Floats
     """Forward and backward."""
-    running_share: Floats
-    """Share of ``seconds`` in which requests ran."""
+    speed: Floats
+    """Mean of how fast the trainer was meanwhile, 1 where nothing else took its cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,8 @@ class Measured:
 
     shared_cores: int | None
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
-
-    def slowdown(self, *, with_training: bool = False) -> float:
-        """Of all that computes there while each engine has requests, see ``simulator.shared_machine``."""
-        wanted = self.config.engine.num_engines * ENGINE_CORES + with_training * TRAINING_CORES
-        return 1.0 if self.shared_cores is None else slowdown(wanted, self.shared_cores)
+    publish_speed: float
+    """Mean of how fast all was while updates were sent and prepared, 1 where nothing else took their cores."""
 
     def mean(self, name: str) -> float:
         """Mean of a figure over the steps; one that is missing counts as 0."""
@@ -121,18 +118,36 @@ def measured(run_dir: Path) -> Measured:
         )
     begin = np.array([begins[row["uid"], row["scheduled_version"]] for row in rows])
     samples = Samples(rows, begin, spans, config)
+    shared_cores = os.cpu_count() if engine_device(config.engine) is Device.cpu else None
+    speed = _speed(samples.open, spans, config, shared_cores)
+    updates = [(span.begin, span.end) for span in spans if span.track == "publish" and span.name in ("send", "stage")]
     return Measured(
         config=config,
         steps=tuple(steps),
-        calls=samples.calls(steps[0]["step"], spans),
-        gradients=_gradients(rows, spans, samples, steps[0]["step"]),
+        calls=samples.calls(steps[0]["step"], spans, speed),
+        gradients=_gradients(rows, spans, speed, steps[0]["step"]),
         samples=turns_by_group(rows),
         unsampled_tokens=float(
             np.mean([row["num_prompt_tokens"] + row["num_response_tokens"] - row["num_sampled_tokens"] for row in rows])
         ),
         stages=_stages(spans),
-        shared_cores=os.cpu_count() if engine_device(config.engine) is Device.cpu else None,
+        shared_cores=shared_cores,
+        publish_speed=float(np.mean(speed.mean(*np.array(updates, float).T))) if updates else 1.0,
     )
+
+
+def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores: int | None) -> OverTime:
+    """1 over the slowdown of all that computes on a shared machine, see ``simulator.shared_machine``; 1 on devices."""
+    if num_cores is None:
+        return OverTime(np.zeros(1), np.ones(1))
+    computing = (
+        (requests, config.engine.num_engines * ENGINE_CORES),
+        (spans_over_time(s for s in spans if s.track == "training" and s.name != "checkpoint"), TRAINING_CORES),
+        (spans_over_time(s for s in spans if s.track == "publish"), PUBLISH_CORES),
+    )
+    times = np.unique(np.concatenate([over_time.times for over_time, _ in computing]))
+    wanted = sum(cores * np.minimum(1.0, over_time.since(times)) for over_time, cores in computing)
+    return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
 
 
 def _steps(path: Path) -> list[Step]:
@@ -154,9 +169,7 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return list(longest.values())
 
 
-def _gradients(
-    rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], samples: Samples, first_step: int
-) -> Gradients:
+def _gradients(rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: OverTime, first_step: int) -> Gradients:
     """Groups are trained in the order of their rows; where a step has another number of them, each gets the mean of their tokens."""
     tokens: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
@@ -167,19 +180,15 @@ def _gradients(
     for span in spans:
         if span.track == "training" and span.name == "forward_backward" and span.args.get("step", -1) >= first_step:
             trained[span.args["step"]].append(span)
-    is_running = np.minimum(1.0, samples.open.values)
     found: list[tuple[int, float, float, float]] = []
     for step, of_step in trained.items():
         of_groups = list(tokens[step].values())
         if len(of_groups) != len(of_step):
             of_groups = [sum(of_groups) / len(of_step)] * len(of_step)
         begin, end = (np.array([getattr(span, name) for span in of_step]) for name in ("begin", "end"))
-        shares = samples.open.mean(begin, end, of=is_running)
-        found += zip([step] * len(of_step), of_groups, end - begin, shares, strict=True)
+        found += zip([step] * len(of_step), of_groups, end - begin, speed.mean(begin, end), strict=True)
     columns = np.array(found, float).reshape(-1, 4).T
-    return Gradients(
-        step=columns[0].astype(np.int64), num_tokens=columns[1], seconds=columns[2], running_share=columns[3]
-    )
+    return Gradients(step=columns[0].astype(np.int64), num_tokens=columns[1], seconds=columns[2], speed=columns[3])
 
 
 def _stages(spans: Iterable[Span]) -> dict[str, float]:

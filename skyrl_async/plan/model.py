@@ -1,11 +1,13 @@
 """A model of each part of a run, fitted to what was measured, and the simulator's settings that follow from it.
 
-    call       seconds = turns * call + slowdown * (tokens * (token + load * per_request) + starts * prefill)
-    gradients  seconds = slowdown * (group + tokens * token)
+    iteration  seconds = (token + requests * per_request + prefilled tokens * per_token) / speed
+    call       seconds = turns * call + (tokens * (token + load * per_request) + starts * prefill) / speed
+    gradients  seconds = (group + tokens * token) / speed
     the rest   means over the steps
 
-``slowdown`` is not fitted: it is how trainer and engines of a laptop take each other's cores (``simulator.shared_machine``), and 1 on
-devices. Every coefficient is found by least squares and none is negative.
+``speed`` is not fitted: it is how trainer and engines of a laptop take each other's cores (``simulator.shared_machine``), and 1 on devices.
+Every coefficient is found by least squares and none is negative. Engines that count no iterations leave theirs to the calls, which tell a
+prefill from tokens badly: the longer a call, the more of both are in it.
 """
 
 import itertools
@@ -102,8 +104,8 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         unsampled_tokens=run.unsampled_tokens,
         step_seconds=mean("timing/optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
         gather_seconds=mean("timing/gather"),
-        send_seconds=mean("timing/send"),
-        stage_seconds=max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
+        send_seconds=run.publish_speed * mean("timing/send"),
+        stage_seconds=run.publish_speed * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
         pause_seconds=mean("timing/pause"),
         stages=run.stages,
     )
@@ -118,22 +120,38 @@ def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:
     """Coefficients of a call's seconds: per turn, token, token and request, start."""
     calls = run.calls
     rows = _rows_of(calls.step, drawn)
-    share = calls.training_share[rows]
-    slow = share * run.slowdown(with_training=True) + (1 - share) * run.slowdown()
-    tokens, starts = slow * calls.num_tokens[rows], slow * calls.num_starts[rows]
-    features = np.stack([calls.num_turns[rows], tokens, tokens * calls.load[rows], starts], axis=1)
-    return non_negative_least_squares(features, calls.seconds[rows] - calls.waiting[rows])
+    speed, tokens, seconds = calls.speed[rows], calls.num_tokens[rows], calls.seconds[rows] - calls.waiting[rows]
+    features = np.stack([speed * calls.num_turns[rows], tokens, tokens * calls.load[rows], calls.num_starts[rows]])
+    of_iterations = _iterations(run, drawn, float(np.average(speed, weights=seconds)))
+    if of_iterations is None:
+        return non_negative_least_squares(features.T, speed * seconds)
+    rest = speed * seconds - of_iterations @ features[1:]
+    return np.array([max(0.0, rest.sum() / features[0].sum()), *of_iterations])
+
+
+def _iterations(run: Measured, drawn: NDArray[np.int64], speed: float) -> Floats | None:
+    """Coefficients of the engines' iterations: per token, token and request, start; None where they were not counted."""
+    found = [
+        [step[f"engines/{kind}_iteration_{name}"] for name in ("seconds", "requests")]
+        + [step[f"engines/{kind}_iteration_{name}"] if kind == "prefill" else 0.0 for name in ("tokens", "prompts")]
+        for step in (step for number in drawn for step in run.steps if step["step"] == number)
+        for kind in ("decode", "prefill")
+        if f"engines/{kind}_iteration_seconds" in step
+    ]
+    if not found:
+        return None
+    seconds, requests, tokens, prompts = np.array(found, float).T
+    features = np.stack([np.ones(len(found)), requests, tokens], axis=1)
+    token, per_request, per_prefilled_token = non_negative_least_squares(features, speed * seconds)
+    return np.array([token, per_request, per_prefilled_token * tokens.sum() / max(1.0, prompts.sum())])
 
 
 def _training(run: Measured, drawn: NDArray[np.int64]) -> Floats:
     """Coefficients of a group's seconds of training: per group, token."""
     gradients = run.gradients
     rows = _rows_of(gradients.step, drawn)
-    share = gradients.running_share[rows]
-    slow = share * run.slowdown(with_training=True) + (1 - share)
-    return non_negative_least_squares(
-        np.stack([slow, slow * gradients.num_tokens[rows]], axis=1), gradients.seconds[rows]
-    )
+    features = np.stack([np.ones(len(rows)), gradients.num_tokens[rows]], axis=1)
+    return non_negative_least_squares(features, gradients.speed[rows] * gradients.seconds[rows])
 
 
 def non_negative_least_squares(features: Floats, values: Floats) -> Floats:

@@ -21,7 +21,7 @@ from skyrl_async.columns import Logprobs, TokenIds, VersionSpans
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.prefix_index import PrefixIndex, prefixes_of
 from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
-from skyrl_async.simulator.shared_machine import ENGINE_CORES, SharedMachine
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, SharedMachine, computing
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
 
 _ROUNDING = 1e-6
@@ -318,7 +318,8 @@ class ModelledEngine:
     async def stage_weights(self, update: WeightUpdate) -> None:
         """Take the stage's time."""
         self._cut_off.check()
-        await asyncio.sleep(self.stage_seconds)
+        with computing(self.machine, f"the update of {self.name}", PUBLISH_CORES) as slowdown:
+            await asyncio.sleep(slowdown * self.stage_seconds)
         self._cut_off.check()
 
     async def load_weights(self, update: WeightUpdate) -> None:

@@ -6,7 +6,6 @@ For tests of the real loop, and for planning capacity; the modelled engine is in
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
-from skyrl_async.simulator.shared_machine import SharedMachine
+from skyrl_async.simulator.shared_machine import PUBLISH_CORES, TRAINING_CORES, SharedMachine, computing
 from skyrl_async.types import FinishReason, Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
@@ -51,8 +50,7 @@ class ModelledPolicy:
     ) -> dict[str, float]:
         """Take time in proportion to the rows' tokens, also where they are masked: what follows them needs them."""
         num_tokens = sum(self.prompt_tokens + len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        with nullcontext() if self.machine is None else self.machine.training():
-            slowdown = 1.0 if self.machine is None else self.machine.slowdown
+        with computing(self.machine, "training", TRAINING_CORES) as slowdown:
             await asyncio.sleep(slowdown * (self.seconds_per_group + num_tokens * self.seconds_per_token))
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
@@ -81,7 +79,8 @@ class ModelledPolicy:
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         """An update without tensors."""
-        await asyncio.sleep(self.send_seconds)
+        with computing(self.machine, "sending", PUBLISH_CORES) as slowdown:
+            await asyncio.sleep(slowdown * self.send_seconds)
         return WeightUpdate(version=version, path="", manifest={}, num_bytes=0)
 
     async def save(self, directory: Path) -> None:

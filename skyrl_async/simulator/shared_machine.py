@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TRAINING_CORES, ENGINE_CORES = 1.0, 1.3
-"""That a training worker takes, and an engine with its client."""
+TRAINING_CORES, ENGINE_CORES, PUBLISH_CORES = 1.0, 1.2, 0.8
+"""That a training worker takes, an engine with its client, and an update while it is sent and prepared."""
 _BACKGROUND_CORES = 0.2
 """That the trainer's event loop takes."""
 
@@ -12,8 +12,9 @@ _BACKGROUND_CORES = 0.2
 def slowdown(num_wanted: float, num_cores: int) -> float:
     """Seconds of a computation on a shared machine over its seconds alone, >= 1: cores are shared evenly.
 
-    The cores above were chosen for the default job on two cores, where gradients took 47 us per token beside an idle engine (1.0 here), 53
-    to 60 beside one that samples (1.25) and 86 beside two (1.9).
+    The cores above were chosen for the default job on two cores, where an engine's iterations took 1.1 to 1.3 times as long beside training
+    as alone (1.2 here), 1.4 to 1.6 beside an update too (1.6), 1.2 beside another engine (1.3) and 1.7 beside that and training (1.8);
+    gradients took 47 us per token beside an idle engine, 53 to 60 beside one that samples (1.2) and 86 beside two (1.8).
 
     Args:
         num_wanted: cores that all computations take together.
@@ -53,11 +54,15 @@ class SharedMachine:
         for on_change in self._listeners:
             on_change()
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """A training worker computes in the block."""
-        self.set_computing("training", True, TRAINING_CORES)
-        try:
-            yield
-        finally:
-            self.set_computing("training", False, TRAINING_CORES)
+
+@contextmanager
+def computing(machine: SharedMachine | None, name: str, cores: float) -> Iterator[float]:
+    """The process ``name`` computes in the block. Yields the slowdown at its begin; 1 without a shared machine."""
+    if machine is None:
+        yield 1.0
+        return
+    machine.set_computing(name, True, cores)
+    try:
+        yield machine.slowdown
+    finally:
+        machine.set_computing(name, False, cores)

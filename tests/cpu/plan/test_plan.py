@@ -99,6 +99,21 @@ def test_a_token_takes_what_it_took_at_the_loads_that_there_were(run_dir: Path) 
     assert per_token == pytest.approx((1 + load / PLANTED.half_speed_requests) / PLANTED.tokens_per_second, rel=0.15)
 
 
+def test_what_engines_say_of_their_iterations_counts_more_than_the_calls(tmp_path: Path) -> None:
+    def edit(row: dict[str, Any]) -> None:
+        requests, tokens = 10.0 + row["step"] % 7, 100.0 + row["step"] % 3
+        for kind, prompts, prefilled in (("decode", 0.0, 0.0), ("prefill", 4.0, tokens)):
+            seconds = 1.25 * (0.01 + 0.002 * requests + 0.0001 * prefilled)
+            found = {"seconds": seconds, "requests": requests, "prompts": prompts, "tokens": prefilled}
+            row |= {f"engines/{kind}_iteration_{name}": value for name, value in found.items()}
+
+    recorded(PLANTED, tmp_path, edit)
+    run = measured(tmp_path)
+    found, slowdown = fit(run), 1.25 * float(np.average(run.calls.speed, weights=run.calls.seconds - run.calls.waiting))
+    assert found.token_seconds + 13 * found.token_seconds_per_request == pytest.approx(slowdown * 0.036, rel=0.02)
+    assert found.prefill_seconds == pytest.approx(slowdown * 0.0001 * 101 / 4, rel=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "settings"),
