@@ -30,6 +30,7 @@ WITH_FORKED_WORKERS = (
     "test_ray_engine.py",
     "test_server_process.py",
     "test_sessions_end_to_end.py",
+    "test_teacher_run.py",
     "test_training_ranks.py",
     "test_two_ranks.py",
 )

@@ -136,7 +136,5 @@ async def planned(run_dir: Path, numbers: list[int]) -> Steps:
         raise ConfigError(errors.decode(errors="replace").strip() or f"the plan ended with {process.returncode}")
     rows: list[dict[str, Any]] = json.loads(output)["rows"]
     return {
-        row["keys"]["engine.num_engines"]: (row["step_seconds"], (row["high_seconds"] - row["low_seconds"]) / 2)
-        for row in rows
-        if row["keys"]
+        row["keys"]["engine.num_engines"]: (row["step_seconds"], row["spread_seconds"]) for row in rows if row["keys"]
     }

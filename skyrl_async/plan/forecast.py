@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -22,6 +23,8 @@ from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
 
+_FORECAST_ERROR = 0.1
+"""Root mean square of what forecasts of a run with other settings were off by, relative to the step (``benchmarks.plan_accuracy``)."""
 _NUM_REPLICATES = 4
 _MOST_SAMPLES = 10_000
 """Of one simulation, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
@@ -46,9 +49,11 @@ class Forecast:
     """What the loop does in virtual time: means over replicates, each of which draws the measured steps anew."""
 
     step_seconds: float
+    spread_seconds: float
+    """Two standard deviations of the replicates, and what the model of the run itself is off by."""
     low_seconds: float
     high_seconds: float
-    """Two standard deviations of the replicates, and what the model of the run itself is off by, around ``step_seconds``."""
+    """``spread_seconds``, and twice what forecasts of runs were off by, around ``step_seconds``."""
     trainer_idle_frac: float
     """Share of a step in which the trainer waits for groups."""
     engines_idle_frac: float
@@ -111,9 +116,9 @@ class Planner:
         num = len(self._models)
         replicates = [found[i : i + num] for i in range(0, len(found), num)]
         if self._measured is not None:
-            self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(replicates[0], 0.0))
-        error = 0.0 if self.accuracy is None else abs(self.accuracy.error)
-        return [_joined(replicates[unique.index(one)], error) for one in asked]
+            self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(replicates[0], 0.0, 0.0))
+        errors = (0.0, 0.0) if self.accuracy is None else (abs(self.accuracy.error), 2 * _FORECAST_ERROR)
+        return [_joined(replicates[unique.index(one)], *errors) for one in asked]
 
     def _simplified(self, what_if: WhatIf) -> WhatIf:
         """The same without what is so already."""
@@ -212,9 +217,10 @@ async def _after(seconds: float, group: Group) -> Group:
     return group
 
 
-def _joined(replicates: Sequence[_Simulated], error: float) -> Forecast:
+def _joined(replicates: Sequence[_Simulated], model_error: float, forecast_error: float) -> Forecast:
     means = {one.name: fmean(getattr(found, one.name) for found in replicates) for one in fields(_Simulated)}
     seconds = means["step_seconds"]
-    spread = 2 * stdev(one.step_seconds for one in replicates)
-    margin = (spread**2 + (error * seconds) ** 2) ** 0.5
-    return Forecast(**means, low_seconds=max(0.0, seconds - margin), high_seconds=seconds + margin)
+    spread = math.hypot(2 * stdev(one.step_seconds for one in replicates), model_error * seconds)
+    margin = math.hypot(spread, forecast_error * seconds)
+    low, high = max(0.0, seconds - margin), seconds + margin
+    return Forecast(**means, spread_seconds=spread, low_seconds=low, high_seconds=high)

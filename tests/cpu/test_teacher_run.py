@@ -2,11 +2,7 @@
 
 import asyncio
 import json
-import logging
 import signal
-import warnings
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import ConfigError
-from skyrl_async.inference.vllm.boot import VLLMEngineConfig, boot
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.record.files import read_samples
 from skyrl_async.tasks.registry import get_task
@@ -25,6 +19,7 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.served_teacher import ServedTeacher
 from tests.cpu.test_main import FOR_EVER, NO_VLLM, SMALL, Command, run, seconds_beside_gradients, state
+from tests.cpu.vllm_server import vllm_server
 
 DISTILLATION = "trainer.algorithm.distillation"
 
@@ -44,32 +39,6 @@ def write_teacher(directory: Path, policy_dir: Path, scale: float) -> Path:
 def policy_dir(tmp_path: Path) -> Path:
     """The policy that the default task begins with."""
     return prepare_initial_policy(tmp_path / "cache", get_task("lagged_fibonacci"), PolicySizes(), seed=0)
-
-
-@asynccontextmanager
-async def vllm_server(policy_dir: Path) -> AsyncIterator[str]:
-    """vLLM's own OpenAI server; yields its address. Its core is started as our engines' is, which takes half the time."""
-    llm = boot(
-        VLLMEngineConfig(name="teacher", policy_dir=str(policy_dir), extra_args={"logprobs_mode": "raw_logprobs"})
-    )
-    level = logging.root.level  # vLLM's application sets it to ERROR
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-            from vllm.entrypoints.launchers.app import build_app
-            from vllm.entrypoints.launchers.cli_args import make_arg_parser
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-            arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(policy_dir)])
-            tasks = await llm.get_supported_tasks()
-            app = build_app(arguments, tasks, llm.model_config)
-            await init_app_state(llm, app.state, arguments, tasks)
-        async with start_server(app) as (host, port):
-            yield f"http://{host}:{port}/v1"
-    finally:
-        logging.root.setLevel(level)
-        llm.shutdown()
 
 
 @pytest.mark.slow
@@ -123,7 +92,7 @@ async def test_each_sample_is_scored_by_the_teacher_of_its_prompt_in_a_directory
         for teacher in directories
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    async with vllm_server(directories["far"]) as url:
+    with vllm_server(str(directories["far"])) as url:
         outcome = await asyncio.to_thread(
             run,
             *(*SMALL, *NO_VLLM),
