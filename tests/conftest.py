@@ -18,6 +18,7 @@ settings.register_profile("nightly", max_examples=500, deadline=None, print_blob
 
 
 _PHASE_S = 400.0
+"""For a test's setup, its call or its teardown: longer than the timeout of the whole test, which strikes once."""
 
 WITH_FORKED_WORKERS = (
     "test_bad_step.py",

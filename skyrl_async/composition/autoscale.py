@@ -135,6 +135,7 @@ async def planned(run_dir: Path, numbers: list[int]) -> Steps:
     if process.returncode:
         raise ConfigError(errors.decode(errors="replace").strip() or f"the plan ended with {process.returncode}")
     rows: list[dict[str, Any]] = json.loads(output)["rows"]
+    # An engine more or less is no other kind of run: what forecasts of those were off by is left out.
     return {
         row["keys"]["engine.num_engines"]: (row["step_seconds"], row["spread_seconds"]) for row in rows if row["keys"]
     }

@@ -20,7 +20,7 @@ class Iterations:
     num_requests: int = 0
     """That ran in each."""
     num_prefills: int = 0
-    """Of these, whose prompt, or answer up to an abort, was computed, or a part of it."""
+    """Requests among these of whose prompt, or answer up to an abort, a part was computed."""
     num_prefill_tokens: int = 0
     """Tokens of those."""
 

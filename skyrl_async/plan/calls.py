@@ -41,7 +41,7 @@ class Calls:
     environment_seconds: Floats
     """What followed until the next reply was asked for, or the sample's end."""
     waiting: Floats
-    """Of ``seconds``, without a place among ``engine.max_num_seqs``."""
+    """The part of ``seconds`` without a place among ``engine.max_num_seqs``."""
     load: Floats
     """Mean of the requests that ran in an engine beside it, itself counted."""
     speed: Floats
@@ -110,17 +110,16 @@ class OverTime:
     def __init__(self, times: Floats, changes: Floats) -> None:
         order = np.argsort(times, kind="stable")
         self.times = times[order]
-        self._times = np.concatenate([[-np.inf], self.times])
         self.values = np.concatenate([[0.0], np.cumsum(changes[order])])
         """From each moment on."""
 
     def at(self, times: Floats) -> Floats:
         """The quantity right before each of these moments."""
-        return self.values[np.searchsorted(self._times, times, side="left") - 1]
+        return self.values[np.searchsorted(self.times, times, side="left")]
 
     def since(self, times: Floats) -> Floats:
         """The quantity from each of these moments on."""
-        return self.values[np.searchsorted(self._times, times, side="right") - 1]
+        return self.values[np.searchsorted(self.times, times, side="right")]
 
     def integral(self, begin: Floats, end: Floats, of: Floats | None = None) -> Floats:
         """From each ``begin`` to its ``end``. ``of``: other values from each moment on."""

@@ -131,12 +131,13 @@ def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:
 
 def _iterations(run: Measured, drawn: NDArray[np.int64], speed: float) -> Floats | None:
     """Coefficients of the engines' iterations: per token, token and request, start; None where they were not counted."""
+    names = ("seconds", "requests", "tokens", "prompts")  # a decode has none of the last two
+    steps = {step["step"]: step for step in run.steps}
     found = [
-        [step[f"engines/{kind}_iteration_{name}"] for name in ("seconds", "requests")]
-        + [step[f"engines/{kind}_iteration_{name}"] if kind == "prefill" else 0.0 for name in ("tokens", "prompts")]
-        for step in (step for number in drawn for step in run.steps if step["step"] == number)
+        [steps[number].get(f"engines/{kind}_iteration_{name}", 0.0) for name in names]
+        for number in drawn
         for kind in ("decode", "prefill")
-        if f"engines/{kind}_iteration_seconds" in step
+        if f"engines/{kind}_iteration_seconds" in steps[number]
     ]
     if not found:
         return None

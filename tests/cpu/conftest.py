@@ -76,8 +76,8 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def local_ray() -> Iterator[None]:
     """Join a Ray of this process's own.
 
-    Its processes are killed where it does not end: twice, after a quarter of an hour of tests, a call to its GCS never returned
-    (``GcsSubscriber.close``), and only the GCS's end brought it back.
+    Its processes are killed where it does not end: once, after a quarter of an hour of tests, a call to its GCS never returned
+    (``GcsSubscriber.close``) until the GCS was killed.
     """
     import ray
 

@@ -263,12 +263,12 @@ const hue = (h, strength = 1) => `hsl(${h} 70% var(--lightness) / ${strength})`;
 const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 215 : 8, Math.min(1, Math.abs(value) / most)));
 const MODES = {
   version: { title: "policy version", of: (t) => t.version, color: (v) => (v === null ? "" : hue((v * 67 + 200) % 360)) },
-  logprob: { title: "log-prob", of: (t) => t.logprob, color: (v) => (v === null ? "" : hue(40, Math.min(1, -v / 3))), ends: ["0 nats", "−3 or less"], at: [-0.1, -1, -3] },
-  gap: { title: "log-prob gap, trainer − engine", of: (t) => t.gap, color: (v) => diverging(v, 0.5), ends: ["−0.5 nats", "+0.5"], at: [-0.5, -0.1, 0.1, 0.5] },
-  ratio: { title: "importance ratio", of: (t) => t.ratio, color: (v) => (v === null ? "" : diverging(Math.log(v), 0.5)), ends: ["0.6", "1.6"], at: [0.6, 0.9, 1.1, 1.6] },
-  advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), ends: ["+1.5", "−1.5"], at: [1.5, 0.5, -0.5, -1.5] },
-  teacher: { title: "teacher − engine, log-prob", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v === null ? null : -v, 2), ends: ["+2 nats", "−2"], at: [1, 0.1, -0.1, -1, -2] },
-  value: { title: "critic's value", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, Math.min(1, Math.abs(v)))), ends: ["0", "±1 or more"], at: [0.1, 0.5, 1] },
+  logprob: { title: "log-prob", of: (t) => t.logprob, color: (v) => (v === null ? "" : hue(40, Math.min(1, -v / 3))), at: [-0.1, -1, -3] },
+  gap: { title: "log-prob gap, trainer − engine", of: (t) => t.gap, color: (v) => diverging(v, 0.5), at: [-0.5, -0.1, 0.1, 0.5] },
+  ratio: { title: "importance ratio", of: (t) => t.ratio, color: (v) => (v === null ? "" : diverging(Math.log(v), 0.5)), at: [0.6, 0.9, 1.1, 1.6] },
+  advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), at: [1.5, 0.5, -0.5, -1.5] },
+  teacher: { title: "teacher − engine, log-prob", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v === null ? null : -v, 2), at: [1, 0.1, -0.1, -1, -2] },
+  value: { title: "critic's value", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, Math.min(1, Math.abs(v)))), at: [0.1, 0.5, 1] },
   weight: { title: "weight", column: "token_weights", of: (t) => t.weight, color: (v) => (v === null ? "" : hue(280, Math.min(1, v / 2))), at: [0, 0.5, 1, 2] },
   reward: { title: "reward", column: "token_rewards", of: (t) => t.reward, color: (v) => diverging(v === null ? null : -v, 1), at: [1, 0.1, -0.1, -1] },
   none: { title: "nothing", of: () => null, color: () => "" },
