@@ -288,48 +288,67 @@ async def real(
     return found
 
 
+POINTS = {
+    f"{num_engines}x{per_engine}" + (f"@{update_s:g}" if update_s else ""): (num_engines, per_engine, update_s)
+    for num_engines, per_engine, *updates in (
+        (2, 12, None, 5.0),
+        (8, 8, None, 60.0, 15.0),
+        (8, 24, None, 60.0, 15.0),
+        (64, 4, None, 60.0, 15.0),
+        (64, 16, None, 60.0, 15.0),
+        (16, 48, None, 60.0, 15.0),
+    )
+    for update_s in updates
+}
+"""Engines x sessions per engine @ seconds between updates."""
+
+
+def rows_of(point: str, of_rules: Mapping[str, Sequence[Measured]], commit: str) -> list[dict[str, Any]]:
+    """A row for each rule, of the medians of its rounds."""
+    num_engines, per_engine, update_s = POINTS[point]
+    speeds = {name: median(one.tokens_per_s for one in rounds) for name, rounds in of_rules.items()}
+    best = max(speed for name, speed in speeds.items() if name != "ours")
+    return [
+        {
+            "engines": num_engines,
+            "sessions_per_engine": per_engine,
+            "update_every_s": update_s,
+            "rule": name,
+            "tokens_per_s": speeds[name],
+            "prefix_hit_frac": median(one.hit_frac for one in rounds),
+            "over_best_other": speeds[name] / best,
+            "tokens_per_s_by_round": [one.tokens_per_s for one in rounds],
+            "commit": commit,
+        }
+        for name, rounds in of_rules.items()
+    ]
+
+
 def main() -> int:
     """Run it."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--modelled-only", action="store_true", help="no real engines")
+    parser.add_argument("--only", nargs="+", choices=POINTS, help="measure these, and keep the other rows of --json")
     parser.add_argument("--rounds", type=int, default=3, help="of real engines")
     given = parser.parse_args()
-    before = conditions(seed=given.seed, rounds=given.rounds, group_size=GROUP_SIZE, real_scale=REAL_SCALE)
-    rows = []
-
-    def add(num_engines: int, per_engine: int, update_s: float | None, of_rules: Mapping[str, Measured]) -> None:
-        best = max(one.tokens_per_s for name, one in of_rules.items() if name != "ours")
-        for name, one in of_rules.items():
-            rows.append(
-                {
-                    "engines": num_engines,
-                    "sessions_per_engine": per_engine,
-                    "update_every_s": update_s,
-                    "rule": name,
-                    "tokens_per_s": one.tokens_per_s,
-                    "prefix_hit_frac": one.hit_frac,
-                    "over_best_other": one.tokens_per_s / best,
-                }
-            )
-
-    if not given.modelled_only:
-        found = asyncio.run(real(RULES, 12, (None, 5.0), 1 if given.quick else given.rounds, given.seed))
-        for update_s in (None, 5.0):
-            of_rules = {
-                name: Measured(
-                    median(one.tokens_per_s for one in found[name, update_s]),
-                    median(one.hit_frac for one in found[name, update_s]),
-                )
-                for name in RULES
-            }
-            add(2, 12, update_s, of_rules)
-    for num_engines, per_engine in ((8, 8), (8, 24)) if given.quick else ((64, 4), (64, 16), (16, 48)):
-        for update_s in (None, 60.0, 15.0):
-            of_rules = {
-                name: modelled(rule, num_engines, per_engine, update_s, given.seed) for name, rule in RULES.items()
-            }
-            add(num_engines, per_engine, update_s, of_rules)
-            print(num_engines, per_engine, update_s, of_rules, flush=True)
+    before = conditions(seed=given.seed, group_size=GROUP_SIZE, real_scale=REAL_SCALE)
+    points = given.only or [name for name in POINTS if name.startswith("8x") == given.quick or name.startswith("2x")]
+    rows: list[dict[str, Any]] = []
+    if given.only and given.json is not None and given.json.exists():
+        places = [POINTS[name] for name in points]
+        held = json.loads(given.json.read_text())["rows"]
+        rows = [r for r in held if (r["engines"], r["sessions_per_engine"], r["update_every_s"]) not in places]
+    real_points = [name for name in points if POINTS[name][0] == 2]
+    if real_points:
+        updates = [POINTS[name][2] for name in real_points]
+        found = asyncio.run(real(RULES, 12, updates, 1 if given.quick else given.rounds, given.seed))
+        for name in real_points:
+            rows += rows_of(name, {rule: found[rule, POINTS[name][2]] for rule in RULES}, before["commit"])
+    for name in points:
+        if name not in real_points:
+            of_rules = {rule: [modelled(RULES[rule], *POINTS[name], given.seed)] for rule in RULES}
+            rows += rows_of(name, of_rules, before["commit"])
+            print(name, of_rules, flush=True)
+    rows.sort(key=lambda r: [*POINTS.values()].index((r["engines"], r["sessions_per_engine"], r["update_every_s"])))
     report("Rules that choose an engine", {"conditions": before}, rows, given.json)
     return 0
 
