@@ -420,8 +420,10 @@ class Trajectory:
 
     def with_only(self, *columns: str) -> "Trajectory":
         """What a model computes with: of the columns that a row may lack those named, and neither turns nor texts nor figures."""
-        dropped: dict[str, Any] = dict.fromkeys(OPTIONAL_COLUMNS.difference(columns))
-        return replace(self, turn_spans=(), turn_rewards=(), messages=(), logs={}, metrics={}, **dropped)
+        made = object.__new__(Trajectory)  # without the checks of ``replace``: nothing that is kept changes
+        made.__dict__.update(self.__dict__, **_NOTHING_COMPUTED_WITH)
+        made.__dict__.update(dict.fromkeys(OPTIONAL_COLUMNS.difference(columns)))
+        return made
 
 
 _COLUMNS = {
@@ -442,6 +444,14 @@ OPTIONAL_COLUMNS = frozenset(
     one.name for one in fields(Trajectory) if one.default is None and one.name in {*_COLUMNS, "teacher_top"}
 )
 """Columns that a row may lack."""
+_NOTHING_COMPUTED_WITH: dict[str, Any] = {
+    "turn_spans": (),
+    "turn_rewards": (),
+    "messages": (),
+    "logs": {},
+    "metrics": {},
+}
+"""Fields that no model computes with."""
 
 
 def _set_columns(value: object) -> None:
