@@ -247,7 +247,7 @@ class _Run:
                     disk=self.disk,
                 )
                 self._engines = parts.engines
-                console.watch(trainer.stages, trainer.failure_reasons)
+                console.watch(trainer.stages, trainer.failure_reasons, self._engines)
                 collect_rarely()
                 with self.interruption.ending_afterwards():
                     await self._train(trainer, parts, console)

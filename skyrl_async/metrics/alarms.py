@@ -5,7 +5,7 @@ A rule looks at one figure. It gives an alarm when the figure has been bad in ea
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 
@@ -13,9 +13,11 @@ Row = Mapping[str, float]
 """Figures of a step by metric name."""
 
 FAILED = "generate/failed_frac"
+_SLOWEST = "engines/slowest_frac"
 _TEACHER = "policy/teacher_kl"
 """There where a teacher trains tokens, whatever the rewards are."""
 _NUMBER = re.compile(r"\d+")
+_SPEED = re.compile(r"engine/(.+)/tokens_per_call_second")
 _MAX_REASON = 200
 _WARM_UP_STEPS = 2
 """Caches are cold, and groups of the first steps were begun together."""
@@ -51,8 +53,8 @@ class Rule:
     advice: str
     num_steps: int = 5
 
-    def alarm(self, rows: Sequence[Row]) -> Alarm | None:
-        """The alarm at the newest step, if there is one."""
+    def alarm(self, rows: Sequence[Row], known: Alarm | None = None) -> Alarm | None:
+        """The alarm at the newest step, if there is one; of one that is older than ``rows``, ``known`` says since when."""
         since = value = None
         num_bad = 0
         for row in reversed(rows):
@@ -62,6 +64,9 @@ class Rule:
                 break
             value = row[self.metric] if value is None else value
             since, num_bad = int(row["step"]), num_bad + 1
+        else:
+            if since is not None and known is not None:
+                since = min(since, known.since_step)
         if since is None or num_bad < self.num_steps:
             return None
         says = self.says.format(value=value)
@@ -95,10 +100,10 @@ RULES = (
     ),
     Rule(
         name="slow engine",
-        metric="engines/slowest_frac",
+        metric=_SLOWEST,
         is_bad=lambda share, _: share < 0.6,
         says="One engine samples {value:.0%} of the tokens per second of a call that the others do",
-        advice="Look at engine/NAME/tokens_per_call_second for its name, and at what else runs on its device.",
+        advice="Look at what else runs on its device.",
     ),
     Rule(
         name="engines hold other weights",
@@ -206,21 +211,46 @@ RULES = (
     ),
 )
 """The most serious first."""
+_READ = {"step", "reward/mean", "timing/step", _TEACHER, *(rule.metric for rule in RULES)}
 
 
-def alarms(rows: Sequence[Row], failures: Callable[[], Sequence[str]] = tuple) -> Iterator[Alarm]:
+def alarms(
+    rows: Sequence[Row], failures: Callable[[], Sequence[str]] = tuple, known: Iterable[Alarm] = ()
+) -> Iterator[Alarm]:
     """Yield what is wrong at the newest step, the most serious first.
 
     Args:
         rows: figures of steps with ``step``, in order; the newest fifty are enough.
         failures: returns why the newest samples failed; called if too many do.
+        known: the alarms of the call before, so that one that lasts keeps the step since which it does.
     """
+    known_by_name = {alarm.name: alarm for alarm in known}
     for rule in RULES:
-        alarm = rule.alarm(rows)
+        alarm = rule.alarm(rows, known_by_name.get(rule.name))
         if alarm is not None and alarm.metric == FAILED:
             alarm = replace(alarm, says=alarm.says + _commonest(failures()))
+        if alarm is not None and alarm.metric == _SLOWEST:
+            alarm = replace(alarm, says=alarm.says + _slowest(rows))
         if alarm is not None:
             yield alarm
+
+
+def engine_figures(engines: Mapping[str, Mapping[str, float]]) -> Row:
+    """Figures by engine as those of a step."""
+    return {f"engine/{engine}/{name}": value for engine, of in engines.items() for name, value in of.items()}
+
+
+def is_read(metric: str) -> bool:
+    """Whether a rule looks at the metric."""
+    return metric in _READ or _SPEED.fullmatch(metric) is not None
+
+
+def _slowest(rows: Sequence[Row]) -> str:
+    """Which engine is the slowest in the newest step that tells; empty without one."""
+    for row in reversed(rows):
+        if speeds := {found[1]: value for name, value in row.items() if (found := _SPEED.fullmatch(name))}:
+            return f": {min(speeds, key=speeds.__getitem__)}"
+    return ""
 
 
 def _commonest(reasons: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skyrl_async.metrics.alarms import Alarm, Row, alarms
+from skyrl_async.metrics.alarms import Alarm, Row, alarms, engine_figures
 from skyrl_async.runtime.stages import StageStatus
 
 _STEP, _PHASE, _STAGES = "step", "phase", "stages"
@@ -56,6 +56,7 @@ class Console:
         self._alarms: list[Alarm] = []
         self._stages: Callable[[], Sequence[StageStatus]] = list
         self._failures: Callable[[], Sequence[str]] = tuple
+        self._engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict
         self._due = {_STAGES: self.clock() + _INTERVALS_S[_STAGES]}
         self._phase = ""
 
@@ -87,8 +88,9 @@ class Console:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step, and a new alarm. A value that the step lacks keeps its last state."""
         self._values.update(values)
-        self._rows.append({"step": step, **values})
-        known, self._alarms = {alarm.name for alarm in self._alarms}, list(alarms(self._rows, self._failures))
+        self._rows.append({"step": step, **values, **engine_figures(self._engines())})
+        known = {alarm.name for alarm in self._alarms}
+        self._alarms = list(alarms(self._rows, self._failures, self._alarms))
         if self._display is not None:
             self._display.set_values(step, self._values)
             self._display.alarms = self._alarms
@@ -103,12 +105,18 @@ class Console:
         if (stages := self._stages()) and self._is_due(_STAGES):
             self.message(f"[stages: {'; '.join(map(str, stages))}]")
 
-    def watch(self, stages: Callable[[], Sequence[StageStatus]], failures: Callable[[], Sequence[str]] = tuple) -> None:
+    def watch(
+        self,
+        stages: Callable[[], Sequence[StageStatus]],
+        failures: Callable[[], Sequence[str]] = tuple,
+        engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
+    ) -> None:
         """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds.
 
-        ``failures``: why the newest samples failed, for the alarm that too many do.
+        ``failures``: why the newest samples failed, for the alarm that too many do. ``engines``: figures by engine, for the alarm on a slow
+        one.
         """
-        self._stages, self._failures = stages, failures
+        self._stages, self._failures, self._engines = stages, failures, engines
 
     def stuck(self, lines: Sequence[str]) -> None:
         """Show what takes too long, the longest first, until the next call. An empty list clears it."""

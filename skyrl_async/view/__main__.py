@@ -53,8 +53,14 @@ def _show(given: argparse.Namespace) -> None:
         raise ConfigError("name the directory of a run, such as outputs/RUN, or --demo")
     runs = [ViewedRun(directory) for directory in directories]
     if given.text is not None:
+        failures: list[SkyRLAsyncError] = []
         for directory in directories:
-            sys.stdout.write(group_text(directory, given.text))
+            try:
+                sys.stdout.write(group_text(directory, given.text))
+            except SkyRLAsyncError as error:
+                failures.append(error)
+        if len(failures) == len(directories):
+            raise ConfigError("\n".join(map(str, failures)))
         return
     if given.export is not None:
         from skyrl_async.view.report import write_report

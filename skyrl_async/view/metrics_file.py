@@ -3,7 +3,7 @@
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.errors import CheckpointError
+from skyrl_async.metrics.alarms import engine_figures
 
 MAX_POINTS = 2000
 """Longest series. The figures of a longer one are means over neighbouring steps."""
@@ -32,6 +33,8 @@ class MetricsFile:
         self._offset = self.num_lines = 0
         self._index: dict[int, int] = {}
         self._columns: dict[str, array[float]] = {}
+        self._not_finite: set[tuple[str, int]] = set()
+        """(metric, index of the step) of what is ``null`` in the file."""
 
     @property
     def steps(self) -> list[int]:
@@ -71,19 +74,23 @@ class MetricsFile:
                 f"({f'it has no {error}' if isinstance(error, KeyError) else error}); take it out"
             ) from error
         index = self._index.setdefault(step, len(self._index))
-        for engine, figures in (row.get("engines") or {}).items():
-            row |= {f"engine/{engine}/{name}": value for name, value in figures.items()}
-        for name, value in row.items():
-            if isinstance(value, int | float):
+        self._not_finite |= {(name, index) for name, value in row.items() if value is None}
+        for name, value in {**row, **engine_figures(row.get("engines") or {})}.items():
+            if isinstance(value, int | float) or (name, index) in self._not_finite:
                 column = self._columns.setdefault(name, array("d"))
                 column.extend(itertools.repeat(math.nan, index + 1 - len(column)))
-                column[index] = value
+                column[index] = math.nan if value is None else value
 
-    def rows(self, num: int) -> list[dict[str, float]]:
-        """The figures of the last ``num`` steps."""
+    def rows(self, num: int, may_have: Callable[[str], bool] = lambda name: True) -> list[dict[str, float]]:
+        """The figures of the last ``num`` steps that have such names; NaN for one that was not finite."""
         first = max(0, len(self._index) - num)
+        columns = [(name, column) for name, column in self._columns.items() if may_have(name)]
         return [
-            {name: column[i] for name, column in self._columns.items() if i < len(column) and column[i] == column[i]}
+            {
+                name: column[i]
+                for name, column in columns
+                if i < len(column) and (column[i] == column[i] or (name, i) in self._not_finite)
+            }
             for i in range(first, len(self._index))
         ]
 

@@ -22,6 +22,9 @@ _SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 def write_report(runs: Sequence[ViewedRun], path: Path) -> int:
     """Write the file, and return its size in bytes. Raises ``ConfigError`` if that cannot be."""
     whole = overview(runs)
+    for of_run in whole["runs"]:
+        if of_run["error"] is not None:
+            raise ConfigError(of_run["error"])
     recorded = {
         "overview": whole,
         "runs": [_answers(run, of_run) for run, of_run in zip(runs, whole["runs"], strict=True)],

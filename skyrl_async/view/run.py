@@ -2,8 +2,10 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ import yaml
 
 from skyrl_async.config.help import flat
 from skyrl_async.errors import ConfigError
-from skyrl_async.metrics.alarms import alarms
+from skyrl_async.metrics.alarms import Alarm, alarms, is_read
 from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
 from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
@@ -34,9 +36,14 @@ _FIGURES = (
 MAX_ROWS = 50_000
 """Most rows in one answer."""
 _MAX_FOUND = 10_000
+EMPTY: dict[str, Any] = {
+    **{"step": 0, "has_means": False, "num_lines": 0, "num_restarts": 0, "num_rows": 0, "metrics": [], "alarms": []},
+    "error": None,
+}
+"""What ``ViewedRun.overview`` says of a run without anything in it."""
 _ENGINES = "engines/"
-_PIXELS = 2000
-"""A span of less than the window's share of one is left out."""
+_PIXELS = 1000
+"""Of the window: shorter spans are drawn together."""
 
 
 class ViewedRun:
@@ -50,15 +57,22 @@ class ViewedRun:
         self.name = directory.resolve().name
         self._metrics = MetricsFile(directory / _METRICS)
         self._reading = Lock()
+        self._alarms: list[Alarm] = []
+        """Those of the answer before."""
         self._tokenizer: Tokenizer | None = None
 
     def overview(self) -> dict[str, Any]:
         """State and alarms."""
         files = files_in(self.directory / DIRECTORY)
         with self._reading:
+            num_restarts, num_steps = self._metrics.num_restarts, len(self._metrics.steps)
             self._metrics.read()
             steps = self._metrics.steps
-            return {
+            if self._metrics.num_restarts != num_restarts:
+                num_steps, self._alarms = 0, []
+            rows = self._metrics.rows(max(_ALARM_STEPS, len(steps) - num_steps), is_read)
+            self._alarms = list(alarms(rows, self._failures, self._alarms))
+            return EMPTY | {
                 "directory": str(self.directory),
                 "step": steps[-1] if steps else 0,
                 "has_means": len(steps) > MAX_POINTS,
@@ -66,7 +80,7 @@ class ViewedRun:
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
                 "metrics": self._metrics.names,
-                "alarms": [asdict(alarm) for alarm in alarms(self._metrics.rows(_ALARM_STEPS), self._failures)],
+                "alarms": [asdict(alarm) for alarm in self._alarms],
             }
 
     def _failures(self) -> list[str]:
@@ -95,7 +109,10 @@ class ViewedRun:
             )
 
     def samples(self, begin: int) -> dict[str, Any]:
-        """The figures of rows from ``begin`` on by column, of the first ``MAX_ROWS`` of them."""
+        """The figures of rows from ``begin`` on by column, at most ``MAX_ROWS``; where rows are gone, from the next file on."""
+        begin = next(
+            (max(begin, file.first) for file in files_in(self.directory / DIRECTORY) if file.end > begin), begin
+        )
         table = read_samples(
             self.directory, [*_FIGURES, "engines", "policy_versions"], begin=begin, end=begin + MAX_ROWS
         )
@@ -129,20 +146,23 @@ class ViewedRun:
     def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
         """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.
 
-        Spans shorter than a pixel are left out, but for those of engines: they say which version an engine serves.
+        Spans shorter than a pixel are put together, but for those of engines: they say which version an engine serves.
         """
         last = trace_end(self.directory)
         end = last if end is None else end
         begin = max(0.0, end - 60) if begin is None else begin
         spans = list(read_spans(self.directory, begin, end))
         shortest = (end - begin) / _PIXELS
-        drawn = [s for s in spans if s.end - s.begin >= shortest or s.track.startswith(_ENGINES)]
+        drawn, short = list[Span](), list[Span]()
+        for span in spans:
+            is_drawn = span.end - span.begin >= shortest or span.track.startswith(_ENGINES)
+            (drawn if is_drawn else short).append(span)
         return {
             "begin": begin,
             "end": end,
             "last": last,
-            "num_left_out": len(spans) - len(drawn),
-            "spans": [asdict(span) for span in drawn],
+            "num_short": len(short),
+            "spans": [asdict(span) for span in (*drawn, *put_together(short, shortest))],
             "waits": longest_waits(spans),
         }
 
@@ -171,6 +191,21 @@ def _version_range(versions: "pa.Array") -> tuple[list[int | None], list[int | N
     for row, low, high in zip(*(ends[name].to_pylist() for name in ("row", "version_min", "version_max")), strict=True):
         oldest[row], newest[row] = low, high
     return oldest, newest
+
+
+def put_together(spans: Iterable[Span], pixel_s: float) -> Iterator[Span]:
+    """Blocks of neighbouring pixels in which spans of a row begin, work and waiting apart; ``share`` is what part of its time they fill."""
+    rows: defaultdict[tuple[str, int, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        kind = span.name if span.name.startswith("waiting for") else ""
+        rows[span.track, span.lane, kind][int(span.begin / pixel_s)].append(span.end - span.begin)
+    for (track, lane, kind), pixels in rows.items():
+        for _, block in groupby(enumerate(sorted(pixels)), lambda numbered: numbered[1] - numbered[0]):
+            places = [place for _, place in block]
+            seconds = [of_one for place in places for of_one in pixels[place]]
+            begin, end = places[0] * pixel_s, (places[-1] + 1) * pixel_s
+            args = {"spans": len(seconds), "share": min(1.0, sum(seconds) / (end - begin))}
+            yield Span(track=track, lane=lane, name=kind or "short spans", begin=begin, end=end, args=args)
 
 
 def longest_waits(spans: Sequence[Span], num: int = 10) -> list[dict[str, Any]]:

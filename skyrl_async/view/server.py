@@ -33,7 +33,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
-from skyrl_async.view.run import ViewedRun, differences
+from skyrl_async.view.run import EMPTY, ViewedRun, differences
 
 PAGE = Path(__file__).with_name("page")
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -43,12 +43,19 @@ _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inlin
 
 
 def overview(runs: Sequence[ViewedRun]) -> dict[str, Any]:
-    """All runs at a glance."""
+    """All runs at a glance; ``error`` is why one cannot be read."""
     settings = [run.settings() for run in runs] if len(runs) > 1 else [{}]
     counts = Counter(run.name for run in runs)
     names = [run.name if counts[run.name] == 1 else str(run.directory) for run in runs]
+
+    def at_a_glance(run: ViewedRun) -> dict[str, Any]:
+        try:
+            return run.overview()
+        except (SkyRLAsyncError, OSError) as error:  # the other runs are shown
+            return EMPTY | {"directory": str(run.directory), "error": str(error)}
+
     found = [
-        run.overview() | {"name": name, "has_settings": bool(of_run)}
+        at_a_glance(run) | {"name": name, "has_settings": bool(of_run)}
         for run, name, of_run in zip(runs, names, settings, strict=True)
     ]
     return {"runs": found, "differences": differences(settings)}

@@ -23,7 +23,7 @@ async function refreshTab() {
   const shownTab = tab;
   try {
     await TABS[tab].refresh();
-    if (tab === shownTab) showProblem(null);
+    if (tab === shownTab) showProblem(overview.runs.find((run) => run.error)?.error && new Error(overview.runs.filter((run) => run.error).map((run) => run.error).join("\n")));
   } catch (error) {
     if (tab === shownTab) showProblem(error);
   }

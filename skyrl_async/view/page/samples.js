@@ -2,6 +2,7 @@
 "use strict";
 
 const HEIGHT = 28;
+const NEWEST = 100000; // samples of a run that the table has; a page of all samples of a long run would take gigabytes
 const versionsOf = (s) => (s.first_version === null ? "" : s.first_version === s.last_version ? `${s.first_version}` : `${s.first_version}–${s.last_version}`);
 const COLUMNS = [
   { name: "run", width: "minmax(80px, 1fr)", of: (s) => runName(s.run), several: true },
@@ -62,22 +63,29 @@ function refreshSamples() {
 }
 
 async function takeNewSamples() {
-  let isNew = false;
+  let isNew = false, problem = null;
   for (const [run, { num_rows, num_restarts }] of overview.runs.entries()) {
     const have = browse.samples[run] ??= [];
     if (browse.restarts[run] !== num_restarts) have.length = 0; // the run went back to an earlier step: its rows were cut
     browse.restarts[run] = num_restarts;
-    while (!have.length || have.at(-1).row + 1 < num_rows) {
-      const columns = num_rows ? await ask("samples", { run, begin: have.length ? have.at(-1).row + 1 : 0 }) : null;
-      if (!columns?.row.length) break;
-      addSamples(have, columns, run);
-      isNew = true;
+    try {
+      while (!have.length || have.at(-1).row + 1 < num_rows) {
+        const begin = have.length ? have.at(-1).row + 1 : Math.max(0, num_rows - NEWEST);
+        const columns = num_rows ? await ask("samples", { run, begin }) : null;
+        if (!columns?.row.length) break;
+        addSamples(have, columns, run);
+        isNew = true;
+      }
+    } catch (error) {
+      problem ??= error; // the other runs are shown
     }
+    if (have.length > 2 * NEWEST) have.splice(0, have.length - NEWEST);
   }
   if (isNew) {
     drawChoices();
     filterRows();
   }
+  if (problem) throw problem;
 }
 
 function addSamples(have, columns, run) {
@@ -151,7 +159,8 @@ function sortRows() {
     if (y === null || y === undefined) return -1;
     return sign * (x < y ? -1 : 1);
   });
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${number(browse.samples.reduce((sum, of) => sum + of.length, 0))} samples`;
+  const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples`;
   drawRows();
 }
 

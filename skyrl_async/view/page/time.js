@@ -105,7 +105,7 @@ const place = (track) => { const found = ORDER.findIndex((start) => track.starts
 
 function drawTime() {
   if (!time.spans) return;
-  const { spans, begin, end, last, num_left_out: numShort } = time.spans;
+  const { spans, begin, end, last, num_short: numShort } = time.spans;
   const keys = new Map();
   const lanes = Math.max(0, ...spans.map((span) => (span.track === "generation" ? span.lane : 0)));
   for (const span of spans) if (span.track !== "generation" || span.lane <= MOST_LANES) keys.set(`${span.track}\n${span.lane}`, span);
@@ -146,7 +146,9 @@ function drawTime() {
       continue;
     }
     draw.fillStyle = colorOf(span, color);
+    draw.globalAlpha = 0.15 + 0.85 * (span.args?.share ?? 1); // of short spans, drawn together
     draw.fillRect(from, y, Math.max(1, to - from - 0.5), ROW - 6);
+    draw.globalAlpha = 1;
     time.boxes.push({ from, to: Math.max(to, from + 2), row, span });
     const text = itemOf(span);
     if (to - from > 30 && !isWait(span) && draw.measureText(text).width < to - from - 8) {
@@ -157,7 +159,7 @@ function drawTime() {
   for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color);
   time.boxes.push(...deaths);
   byId("time-state").textContent = spans.length
-    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} spans shorter than a pixel` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
+    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} short spans drawn together` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
 }
 
@@ -173,7 +175,7 @@ function drawDeath(draw, x, y, color) {
 }
 
 const label = (track) => track.replace(/^stages\//, "").replace(/^engines\//, "");
-const isWait = (span) => "item" in (span.args || {}) || span.track === "waiting";
+const isWait = (span) => "share" in (span.args || {}) || "item" in (span.args || {}) || span.track === "waiting";
 const itemOf = (span) => (isWait(span) ? span.name : span.track === "generation" ? String(span.args.uid ?? span.name) : span.name + (span.args.version !== undefined && !span.track.startsWith("stages/") ? ` v${span.args.version}` : ""));
 
 function colorOf(span, color) {

@@ -222,6 +222,17 @@ def test_a_new_alarm_is_a_line_and_one_that_lasts_is_said_again_with_the_summary
     assert shown[1].startswith("alarm: The trainer waits")
 
 
+def test_an_alarm_keeps_its_step_however_long_it_lasts_and_a_slow_engine_is_named() -> None:
+    console, file, _ = plain()
+    console.watch(list, engines=lambda: {name: {"tokens_per_call_second": 9.0 + len(name)} for name in ("b", "long")})
+    with console:
+        for step in range(1, 300):
+            console.log(step, {"engines/slowest_frac": 0.3})
+    console.summary("the end")
+    last = [line for line in file.getvalue().splitlines() if line.startswith("alarm")]
+    assert len(last) == 1 and "that the others do: b (since step 3;" in last[0]
+
+
 def test_an_alarm_on_failing_samples_says_why_they_fail() -> None:
     console, file, _ = plain()
     console.watch(list, lambda: ["OSError: gone"])

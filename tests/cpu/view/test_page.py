@@ -379,6 +379,23 @@ def test_a_file_that_is_damaged_is_named_where_it_is_missed(run_dir: Path, page:
         expect(page.locator("#problem")).to_be_hidden()
 
 
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(
+    run_dir: Path, page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "half")
+    (tmp_path / "half" / "metrics.jsonl").write_text("{half\n")
+    (file,) = (tmp_path / "half" / DIRECTORY).iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with served(tmp_path / "half", run_dir) as address:
+        page.goto(address)
+        expect(page.locator("#problem")).to_contain_text("line 1 is no line of metrics")
+        expect(page.locator(".panel canvas").first).to_be_visible()
+        page.goto(f"{address}#/samples")
+        expect(page.locator("#num-rows")).to_contain_text("6 of")
+    assert main([str(tmp_path / "half"), str(run_dir), "--text", "sum-1"]) == 0
+    assert "sum-1: epoch" in capsys.readouterr().out
+
+
 def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "name the directory of a run" in capsys.readouterr().err

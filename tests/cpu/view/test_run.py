@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.metrics.tracker import MetricsLog
 from skyrl_async.record.ended import Outcome
-from skyrl_async.record.files import DIRECTORY, TOKENIZER, read_samples
+from skyrl_async.record.files import DIRECTORY, TOKENIZER, file_of, files_in, read_samples
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.view.__main__ import DEMO
@@ -116,6 +118,33 @@ def test_the_alarm_on_failing_samples_has_the_reasons_of_the_record(run: ViewedR
     assert alarm["says"] == "50% of the samples fail, 100% of them with OSError: gone"
 
 
+def test_a_gradient_that_is_not_finite_is_an_alarm(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: 0.0)
+    for number in range(1, 5):
+        log.log(number, {"policy/grad_norm": 0.3 if number < 4 else float("nan")})
+    log.close()
+    (alarm,) = ViewedRun(tmp_path).overview()["alarms"]
+    assert alarm["says"] == "The norm of the gradient is nan" and alarm["since_step"] == 4
+
+
+def test_an_alarm_that_lasts_keeps_its_step_however_long_the_run_is(tmp_path: Path) -> None:
+    path, figures = tmp_path / "metrics.jsonl", {"trainer/idle_frac": 0.75}
+    append(path, *(step(n, **figures if n > 7 else {}) for n in range(1, 500)))
+    run = ViewedRun(tmp_path)
+    assert [alarm["since_step"] for alarm in run.overview()["alarms"]] == [8]
+    append(path, *(step(n, **figures) for n in range(500, 900)))
+    assert [alarm["since_step"] for alarm in run.overview()["alarms"]] == [8]
+    append(path, *(step(n, **figures | {"trainer/idle_frac": n / 2000}) for n in range(900, 1300)))
+    assert [alarm["since_step"] for alarm in run.overview()["alarms"]] == [1000]
+
+
+def test_samples_begin_where_rows_are_left(run: ViewedRun) -> None:
+    (file,) = files_in(run.directory / DIRECTORY)
+    pq.write_table(read_samples(run.directory, begin=2), file_of(file.path.parent, 2, 4).path)
+    file.path.unlink()
+    assert run.samples(0)["row"] == run.samples(1)["row"] == [2, 3] and run.samples(4)["row"] == []
+
+
 def test_words_are_found_in_texts_whatever_their_case(run: ViewedRun) -> None:
     assert run.find("WHAT is 2+2") == [2, 1, 0]
     assert run.find("nothing of the kind") == []
@@ -141,11 +170,27 @@ def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> Non
     trace.past_span("load", "engines/engine-0", 8.0, 8.001, version=3)
     trace.close()
     found = run.spans(None, None)
-    assert (found["last"], found["num_left_out"]) == (8.001, 1)
-    assert [span["name"] for span in found["spans"]] == ["group", "wait_for_groups", "load"], (
-        "an engine's are all there"
-    )
+    assert (found["last"], found["num_short"]) == (8.001, 1)
+    names = [span["name"] for span in found["spans"]]
+    assert names == ["group", "wait_for_groups", "load", "short spans"], "an engine's are all there"
     assert [(wait["name"], wait["uid"]) for wait in found["waits"]] == [("wait_for_groups", "slow"), ("tiny", None)]
+
+
+def test_short_spans_of_a_row_are_put_together_with_the_share_of_time_that_they_fill(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", step(1))
+    trace = Trace(tmp_path / "trace", lambda: 0.0)
+    for begin in range(100, 200):
+        trace.past_span(f"p{begin}", "stages/train", float(begin), begin + 0.25)
+        trace.past_span("waiting for input", "stages/train", begin + 0.25, begin + 1.0)
+    trace.past_span("load", "engines/engine-0", 150.0, 150.01, version=1)
+    trace.past_span("group", "generation", 0.0, 5000.0)
+    trace.close()
+    found = ViewedRun(tmp_path).spans(0.0, 5000.0)
+    of = {(span["track"], span["name"]): span for span in found["spans"]}
+    assert len(of) == len(found["spans"]) == 4 and found["num_short"] == 200
+    assert of["stages/train", "short spans"]["args"] == {"spans": 100, "share": 0.25}
+    assert of["stages/train", "waiting for input"]["args"]["share"] == 0.75
+    assert (of["stages/train", "short spans"]["begin"], of["stages/train", "short spans"]["end"]) == (100.0, 200.0)
 
 
 def test_configurations_are_compared_by_key() -> None:
