@@ -10,6 +10,7 @@ and is started again if it dies. Does not know how Harbor plays.
 import asyncio
 import json
 import logging
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ class VerifierReward:
             rewards = json.loads((episode.working_dir / _REWARDS_FILE).read_text())
         except FileNotFoundError as error:
             raise GenerationError(f"the verifier of {prompt.uid} gave no reward: {episode.failure}") from error
-        return EpisodeReward(reward=_reward(rewards))
+        return EpisodeReward(reward=_reward(rewards, prompt.uid))
 
 
 class HarborTrials:
@@ -99,8 +100,9 @@ class HarborTrials:
             raise kind(f"the trial failed in its {stage.replace('_', ' ')}: {words}")
         if not rewards:
             raise GenerationError("the trial ended without a reward")
+        reward = _reward(rewards, task.uid)
         others = {f"reward/{name}": float(value) for name, value in rewards.items() if name != "reward"}
-        return AgentResult(reward=_reward(rewards), metrics=metrics | others, logs=found["logs"])
+        return AgentResult(reward=reward, metrics=metrics | others, logs=found["logs"])
 
     async def close(self) -> None:
         """End the runner with all trials that still run."""
@@ -170,8 +172,13 @@ def harbor_harness(
     return trials, of_trials
 
 
-def _reward(rewards: dict[str, float]) -> float:
-    return float(rewards.get("reward", sum(rewards.values()) / len(rewards)))
+def _reward(rewards: dict[str, float], uid: str) -> float:
+    reward = float(rewards.get("reward", sum(rewards.values()) / len(rewards)))
+    if not math.isfinite(reward):
+        raise GenerationError(
+            f"the verifier of {uid} must give a finite number as reward (reward.txt or reward.json in /logs/verifier), got {rewards}"
+        )
+    return reward
 
 
 def _without_names(message: str, task: AgentTask) -> str:

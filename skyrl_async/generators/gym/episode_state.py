@@ -140,8 +140,7 @@ class TrajectoryBuilder:
             self.token_ids, self.num_prompt_tokens = prompt, len(prompt)
         if not begins_with(prompt, self.token_ids):
             raise GenerationError(
-                f"the prompt of turn {len(self.turns) + 1} must begin with the {len(self.token_ids)} tokens before it, "
-                "but does not"
+                f"the prompt of turn {len(self.turns)} must begin with the {len(self.token_ids)} tokens before it, but does not"
             )
         if token_rewards is not None and len(token_rewards) != len(sampled):
             raise GenerationError(

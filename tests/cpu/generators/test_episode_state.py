@@ -85,7 +85,7 @@ def test_an_episode_without_turns_has_an_empty_row() -> None:
 
 def test_a_turn_that_does_not_continue_the_one_before_is_refused_and_changes_nothing(state: EpisodeState) -> None:
     row = built(state)
-    with pytest.raises(GenerationError, match="turn 3 must begin with the 8 tokens before it"):
+    with pytest.raises(GenerationError, match="turn 2 must begin with the 8 tokens before it"):
         state.builder.add_turn(completion([1, 2, 100], 1))
     assert built(state) == row
 

@@ -543,7 +543,7 @@ async def test_a_sampler_that_forgets_its_prompt_is_refused() -> None:
             return await super().generate_tokens(prompt_token_ids[-3:], *args, **kwargs)
 
     generator = GymGenerator(Forgetful(["a", "b"]), RENDERER, lambda name, extras: Quiz())
-    with pytest.raises(GenerationError, match="the prompt of turn 2 must begin with"):
+    with pytest.raises(GenerationError, match="the prompt of turn 1 must begin with"):
         await generator.generate(request())
 
 

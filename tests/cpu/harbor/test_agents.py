@@ -1,12 +1,18 @@
-"""What Harbor is told about agents that ask a sample's session."""
+"""What Harbor is told about agents that ask a sample's session, and what is made of its answers."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from skyrl_async.config.schema.generator import HarborConfig
+from skyrl_async.errors import GenerationError
 from skyrl_async.generators.agent.harness import AgentTask
 from skyrl_async.harbor.agents import agent_config, harbor_name
+from skyrl_async.harbor.tasks import TASK_COLUMN
+from skyrl_async.harbor.trials import HarborTrials
 from skyrl_async.types import SamplingParams
 
 TASK = AgentTask(
@@ -39,3 +45,24 @@ def test_claude_code_adds_the_routes_version_itself() -> None:
 def test_an_agent_that_is_not_shipped_is_given_the_session_alone() -> None:
     assert agent_config("goose", TASK)["base_url"] == TASK.base_url
     assert agent_config("my.agents:Agent", TASK)["import_path"] == "my.agents:Agent"
+
+
+RUNNER = """#!{python}
+import json
+print(json.dumps(dict(ready=True, version="0")), flush=True)
+trial = dict(id=json.loads(input())["id"], rewards=dict(reward={reward}), seconds=dict(), logs=dict())
+print(json.dumps(dict(**trial, failure=None, is_late=False, has_error=False)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf"])
+async def test_a_reward_that_is_not_finite_is_told_as_the_verifiers(tmp_path: Path, reward: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(RUNNER.format(python=sys.executable, reward=f"float('{reward}')"))
+    python.chmod(0o700)
+    (tmp_path / "trial").mkdir()
+    trials = HarborTrials(HarborConfig(), "terminus-2", python, agent_timeout_s=60.0)
+    complaint = rf"the verifier of count must give a finite number as reward .*, got \{{'reward': {reward}\}}"
+    with pytest.raises(GenerationError, match=complaint):
+        await trials.run(replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial"))
+    await trials.close()
