@@ -1,35 +1,58 @@
-"""What each advantage estimator trains: a real run of ``relay``, whose turns are rewarded one by one, per estimator.
+"""What each advantage estimator trains: a real run of ``relay``, whose turns are rewarded one by one, per estimator, and some variants.
 
 ``reward_before`` and ``reward_after`` are of held-out prompts. A run is short, and has one seed: the rows show that an estimator works from
 the command line to the policy, not which one is best. ``--only`` runs some, and keeps the other rows of the file.
 """
 
 import json
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_async.tasks.lagged_fibonacci import score, worked_answer
 
 SINGLE = ("gae", "turn_gae", "running_mean")
 """Those that need no group: they get one sample per prompt, of 32 prompts a step."""
-SETTINGS = ("trainer.update_epochs_per_batch=2", "trainer.algorithm.split_sample_weight=true")
-"""Tried with grpo, each by itself. A sample of ``relay`` is one row, so the second splits nothing: it shows that the key runs."""
-RUNS = (*ADVANTAGE_ESTIMATORS.entries, *(f"grpo, {setting.rpartition('.')[2]}" for setting in SETTINGS))
+VARIANTS = {
+    "grpo, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
+    "grpo, split_sample_weight=true": ["trainer.algorithm.split_sample_weight=true"],
+    "gae, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
+    "gae, partial_credit": ["task.reward=benchmarks.estimator_runs:partial_credit"],
+}
+"""Name of a row -> its other words. A sample of ``relay`` is one row, so ``split_sample_weight`` splits nothing: it shows that the key
+runs. ``partial_credit`` rewards the tokens of the default task, an answer of which is one turn.
+"""
+RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS)
 """Names of the rows."""
+
+
+def partial_credit(answer: str, columns: Mapping[str, Any]) -> list[float]:
+    """Reward tokens of the default task: in all half a point for sums, each at its digit while all are right, and half for the answer."""
+    rewards = [0.0] * len(columns["response_token_ids"])
+    seed_digits = columns["prompt"][-1]["content"].split()[1]
+    right = worked_answer(seed_digits, 0.0, random.Random())
+    ends = range(5, right.index("#"), 6)  # of 3+4=7 and a newline, whose characters are tokens
+    for end in ends:
+        if answer.startswith(right[:end]):
+            rewards[end - 1] = 0.5 / len(ends)
+    rewards[-1] += score(answer, columns["reward_spec"]["ground_truth"]) / 2
+    return rewards
 
 
 def overrides(name: str) -> list[str]:
     """The words of a run, but for its length and seed."""
-    estimator, _, setting = name.partition(", ")
-    words = ["task=relay", f"trainer.algorithm.advantage_estimator={estimator}"]
+    estimator, _, variant = name.partition(", ")
+    task = "lagged_fibonacci" if variant == "partial_credit" else "relay"
+    words = [f"task={task}", f"trainer.algorithm.advantage_estimator={estimator}", *VARIANTS.get(name, ())]
     if estimator in SINGLE:
         words += ["generator.n_samples_per_prompt=1", "trainer.policy_mini_batch_size=32"]
-    return words + [word for word in SETTINGS if setting and word.endswith(setting)]
+    return words
 
 
 def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any]:
@@ -77,7 +100,7 @@ def main() -> int:
             row = run(name, given.steps, given.seed, Path(work) / str(number))
             rows.append({"commit": before["commit"]} | row)
     rows.sort(key=lambda row: RUNS.index(row["estimator"]))
-    report("Estimators on relay", {"conditions": before}, rows, given.json)
+    report("Estimators", {"conditions": before}, rows, given.json)
     return 0
 
 

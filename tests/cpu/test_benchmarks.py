@@ -3,6 +3,8 @@
 import asyncio
 import importlib
 import json
+import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -12,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +23,7 @@ from benchmarks.delta import share_unchanged
 from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
 from benchmarks.estimator_bias import compared
 from benchmarks.estimator_figures import table as estimator_table
-from benchmarks.estimator_runs import RUNS, kept_rows, overrides
+from benchmarks.estimator_runs import RUNS, kept_rows, overrides, partial_credit
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_staleness_curves
@@ -31,6 +34,8 @@ from benchmarks.turn_policy import make_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.tasks.registry import get_task
+from skyrl_async.tasks.tiny_policy import task_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -335,13 +340,26 @@ def test_the_page_about_benchmarks_shows_the_kept_figures_of_plans_and_routing()
         assert f" {row['tokens_per_s']:,.0f} ({100 * row['prefix_hit_frac']:.0f} %) |" in page
 
 
+def test_partial_credit_is_at_the_digits_of_right_sums_and_at_the_end_of_a_right_answer() -> None:
+    task, rng = get_task("lagged_fibonacci"), random.Random(0)
+    tokenizer = task_tokenizer(task)
+    for prompt in (task.draw_prompt(rng) for _ in range(20)):
+        answer = task.conversation(prompt, rng)[-1]["content"]
+        ids = tokenizer.encode(answer + "<|im_end|>")
+        for said, share in ((answer, 1.0), (answer.replace("=", "-"), 0.5)):
+            found = partial_credit(said, {**prompt.extras, "prompt": prompt.messages, "response_token_ids": ids})
+            assert sum(found) == pytest.approx(share) and found[-1] == 0.5
+            digits = [tokenizer.decode(ids[:token])[-2:] for token in np.flatnonzero(found[:-1]) + 1]
+            assert digits == re.findall(r"=\d", said)
+
+
 def test_runs_of_estimators_are_configurations_and_those_that_are_not_run_again_are_kept_with_their_commit(
     tmp_path: Path,
 ) -> None:
     for name in RUNS:
         config = from_overrides(*overrides(name), "trainer.num_steps=30")
         assert name.startswith(config.trainer.algorithm.advantage_estimator)
-    assert config.trainer.algorithm.split_sample_weight
+    assert config.task.reward == "benchmarks.estimator_runs:partial_credit"
     path = tmp_path / "runs.json"
     rows = [{"estimator": "grpo", "reward_after": 1.0}, {"estimator": "gae", "commit": "b"}]
     path.write_text(json.dumps({"conditions": {"seed": 0, "commit": "a"}, "rows": rows}))
