@@ -261,9 +261,11 @@ def of_distillation_curves(kept: Kept) -> Iterator[str]:
 
 
 def of_min_ess(kept: Kept) -> Iterator[str]:
-    (row,) = kept["rows"]
-    yield f"(`lr_scale` is {row['lr_scale'] * row['steps']:.0f}/{row['steps']} in the mean)"
-    yield f"held-out reward went from {row['reward_before']:.2f} to {row['reward_after']:.2f}"
+    names = {"token_tis": "`token_tis`", "token_tis_min_ess": "with `trainer.guard.min_ess=0.3`"}
+    for name, title in names.items():
+        yield f"| {title} | {listed(*after(kept, name, 8), ' | ')} |"
+    rows = sorted((row for row in kept["rows"] if row["correction"] == name), key=lambda row: row["seed"])
+    yield f"| steps refused | {listed(((1 - row['lr_scale']) * row['steps'] for row in rows), ' | ', 0)} |"
 
 
 def of_eight_seeds(kept: Kept) -> Iterator[str]:
