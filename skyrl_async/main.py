@@ -367,8 +367,9 @@ class _Run:
             }
         if self._exports_policy:
             summary["policy"] = run_dir / "policy"
-        if parts.policy.num_restarts:
-            summary["policy_restarts"] = parts.policy.num_restarts
+        for name, workers in (("policy", parts.policy), ("critic", parts.critic)):
+            if workers is not None and workers.num_restarts:
+                summary[f"{name}_restarts"] = workers.num_restarts
         console.summary(summary_table(summary))
         write_summary(path, summary)
 

@@ -40,6 +40,7 @@ _LABELS = {
     "side_tokens": ("tokens of agents' side requests", "{:,.0f}"),
     "retries": ("rollouts tried again", "{:,.0f}"),
     "policy_restarts": ("policy workers restarted", "{:,.0f} times"),
+    "critic_restarts": ("critic workers restarted", "{:,.0f} times"),
     "resumed_trajectories": ("running trajectories resumed", "{:,.0f}"),
     "restarted_trajectories": ("  begun anew instead", "{:,.0f}"),
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),

@@ -155,8 +155,8 @@ def test_a_killed_critic_ends_a_run_without_restarts_and_is_replaced_beside_the_
     assert outcome.orphans == ()
     assert set(trained) < set(assert_ledger_is_exact(run_dir))
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["steps"], summary["policy_restarts"]) == (last, 1)
-    assert "policy workers restarted" in outcome.stdout
+    assert (summary["steps"], summary["policy_restarts"], summary["critic_restarts"]) == (last, 1, 1)
+    assert all(f"{kind} workers restarted" in outcome.stdout for kind in ("policy", "critic"))
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
     assert [row["step"] for row in rows] == list(range(1, last + 1))
     assert (rows[0]["trainer/restarts"], rows[-1]["trainer/restarts"]) == (0, 2)

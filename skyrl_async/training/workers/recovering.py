@@ -382,10 +382,8 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
             self._journal.clear()
             logger.warning(
                 "%d MB of calls since the last checkpoint are forgotten, because %s cannot be written (%s): until there is a "
-                "checkpoint, policy workers that die end the run; make room, or write checkpoints more often",
-                num_bytes >> 20,
-                directory,
-                error,
+                "checkpoint, %s that die end the run; make room, or write checkpoints more often",
+                *(num_bytes >> 20, directory, error, self.kind),
             )
             return
         self._journal.cut(position)

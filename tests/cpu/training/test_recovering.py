@@ -487,7 +487,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
         raise CheckpointError("rank 0: OSError: [Errno 28] No space left on device")  # as ranks say it
 
     async def trained() -> tuple[RecoveringPolicy, ModelledWorkers]:
-        policy = await started(Scripted(save=save), tmp_path, max_journal_bytes=0)
+        policy = await started(Scripted(save=save), tmp_path, max_journal_bytes=0, kind="critic workers")
         for _ in range(3):
             await policy.forward_backward(one_row(1), [1.0], 0)
             await policy.step(1)
@@ -498,6 +498,7 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
     policy, workers = await trained()
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert "policy-1 cannot be written (rank 0: OSError: [Errno 28] No space left on device" in record.message
+    assert "until there is a checkpoint, critic workers that die end the run; " in record.message
     workers.script.deaths[workers.script.num_calls + 1] = False
     with pytest.raises(WorkerDiedError, match="not restarted: no checkpoint was written since .*policy-1 could not be"):
         await policy.step(1)
