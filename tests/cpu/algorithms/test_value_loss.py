@@ -117,5 +117,7 @@ def test_the_explained_variance_is_one_of_a_perfect_critic_none_of_a_constant_on
     assert of(wrong) == pytest.approx(1.0 - np.var(exact - wrong) / np.var(exact)) and of(wrong) < 0
 
 
-def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
-    assert explained(np.full(8, 2.0, np.float32), np.arange(8, dtype=np.float32)) == 0.0
+@pytest.mark.parametrize("spread", [0.0, 1e-5])
+def test_returns_that_do_not_vary_leave_nothing_to_explain(spread: float) -> None:
+    returns = np.linspace(2.0 - spread, 2.0 + spread, 8, dtype=np.float32)
+    assert explained(returns, np.arange(8, dtype=np.float32)) == 0.0
