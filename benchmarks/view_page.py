@@ -1,9 +1,9 @@
-"""The page over a long run: 1,000 steps with 100 figures each, and 100,000 samples of 200 tokens with their texts.
+"""The page over a long run: 1,000 steps with 100 figures and 120 spans each, and 100,000 samples of 200 tokens with their texts.
 
 ``boot_s``: from the command to its address. ``open_s``: from there to the first drawn chart, in headless Chromium. ``rows_s``: from a click
-to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``viewer_mb``:
-resident memory of the viewer's process at the end. ``record_s_per_million_tokens``: what the thread that writes the record takes, without
-decoding tokens. ``export_s``: writing the report in one file.
+to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``time_s``: from a
+click to the spans of the whole run. ``viewer_mb``: resident memory of the viewer's process. ``record_s_per_million_tokens``: what the
+thread that writes the record takes, without decoding tokens. ``export_s``: writing the report in one file.
 """
 
 import asyncio
@@ -19,16 +19,39 @@ import msgspec
 import numpy as np
 import psutil
 from playwright.sync_api import expect, sync_playwright
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.chat.turns import RowTurn
+from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import EndedGroup, Outcome
-from skyrl_async.record.files import DIRECTORY
+from skyrl_async.record.files import DIRECTORY, TOKENIZER
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.types import Group, Trajectory
 
 NUM_TOKENS = 200
 _GROUP = 10
+_NUM_WORDS = 150_000
+_STEP_S = 10.0
+
+
+def write_trace(directory: Path, num_steps: int) -> None:
+    """Stages, weight updates, waits of the trainer and generated groups."""
+    trace = Trace(directory, lambda: 0.0)
+    for step in range(num_steps):
+        begin = _STEP_S * step
+        for part in range(25):
+            at = begin + part * _STEP_S / 25
+            trace.past_span(f"step {step}", "stages/train", at, at + 0.3)
+            trace.past_span("waiting for input", "stages/train", at + 0.3, at + 0.4)
+            trace.past_span("step", "training", at, at + 0.3, step=step)
+            trace.past_span("group", "generation", at, at + _STEP_S, uid=f"p{step}-{part}")
+        for number in range(10):
+            trace.past_span("wait_for_groups", "waiting", begin + number, begin + number + 0.1, step=step)
+        trace.past_span("gather", "publish", begin, begin + 0.1, version=step)
+        trace.past_span("load", "engines/engine-0", begin + 0.2, begin + 0.3, version=step)
+    trace.close()
 
 
 def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> float:
@@ -40,22 +63,24 @@ def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> 
         for step in range(1, num_steps + 1):
             values = dict(zip(names, random.random(len(names)).tolist(), strict=True))
             file.write(msgspec.json.encode({"step": step, "time_s": 10.0 * step, **values}) + b"\n")
-    words = np.array([f"word{i}" for i in range(5000)])
+    words = np.array([f"word{i}" for i in range(_NUM_WORDS)])
 
     def turns(row: Trajectory) -> list[RowTurn]:
-        text = " ".join(words[row.response_token_ids % len(words)])
+        text = " ".join(words[row.response_token_ids])
         return [
             RowTurn("user", "What is it?", 0, 8),
-            RowTurn("assistant", f"{text} {row.metrics['number']:.0f}", 8, 208),
+            RowTurn("assistant", f"{text} number {row.metrics['number']:.0f}.", 8, 208),
         ]
 
+    write_trace(run_dir / "trace", num_steps)
+    Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])).save(str(run_dir / TOKENIZER))
     record, seconds = SampleRecord(run_dir / DIRECTORY, turns_of=turns), 0.0
     for step in range(1, num_steps + 1):
         for number in range((step - 1) * num_samples // num_steps, step * num_samples // num_steps, _GROUP):
             rows = tuple(
                 Trajectory(
                     prompt_token_ids=np.arange(8),
-                    response_token_ids=random.integers(0, 150_000, NUM_TOKENS),
+                    response_token_ids=random.integers(0, _NUM_WORDS, NUM_TOKENS),
                     loss_mask=np.ones(NUM_TOKENS, bool),
                     logprobs=-random.random(NUM_TOKENS),
                     versions=np.full(NUM_TOKENS, step - 1),
@@ -108,7 +133,7 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
                 f"{num_samples:,} of {num_samples:,} samples", timeout=120_000
             )
             figures["rows_s"] = lap()
-            page.fill("#words", f"{num_samples // 2 + 7}")
+            page.fill("#words", f"number {num_samples // 2 + 7}.")
             lap()
             page.press("#words", "Enter")
             expect(page.locator("#num-rows")).to_have_text(f"1 of {num_samples:,} samples", timeout=120_000)
@@ -116,6 +141,12 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
             page.locator(".row:not(.head)").first.click()
             page.locator(".turn.assistant .text").wait_for()
             figures["sample_s"] = lap()
+            page.get_by_role("link", name="Time").click()
+            expect(page.locator("#time-state")).not_to_be_empty(timeout=120_000)
+            lap()
+            page.get_by_role("button", name="whole run").click()
+            expect(page.locator("#time-state")).to_contain_text("short spans drawn together", timeout=120_000)
+            figures["time_s"] = lap()
             figures["viewer_mb"] = psutil.Process(server.pid).memory_info().rss / 1e6
             return figures
         finally:

@@ -13,6 +13,7 @@ const DEATH = 7; // half the width that answers to the pointer
 function buildTime() {
   const canvas = el("canvas", { id: "timeline" });
   const move = (factor, shift = 0) => {
+    if (!time.spans) return;
     const { begin, end } = time.spans;
     const middle = (begin + end) / 2 + shift * (end - begin), half = (factor * (end - begin)) / 2;
     setWindow(middle - half, middle + half);
@@ -21,7 +22,7 @@ function buildTime() {
     el("div", { className: "bar" },
       el("select", { id: "time-run", ariaLabel: "run", onchange: (e) => { time.run = Number(e.target.value); follow(); } }),
       el("button", { onclick: () => follow() }, "last minute"),
-      el("button", { onclick: () => setWindow(0, time.spans.last) }, "whole run"),
+      el("button", { onclick: () => setWindow(0, time.spans?.last) }, "whole run"),
       el("button", { onclick: () => move(0.5), ariaLabel: "zoom in" }, "+"),
       el("button", { onclick: () => move(2), ariaLabel: "zoom out" }, "−"),
       el("button", { onclick: () => move(1, -0.5), ariaLabel: "earlier" }, "←"),
@@ -61,6 +62,7 @@ function follow() {
 }
 
 function setWindow(begin, end) {
+  if (!time.spans) return;
   const { last } = time.spans;
   const length = Math.min(Math.max(end - begin, 0.01), Math.max(last, 0.01));
   const first = Math.min(Math.max(0, begin), Math.max(0, last - length));
