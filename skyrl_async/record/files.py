@@ -116,8 +116,8 @@ def read_samples(
                 raise
 
 
-def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
-    """The numbers of the newest rows with ``words`` in the text of a turn, in any case; at most so many.
+def find_samples(run_dir: Path, words: str, at_most: int, begin: int = 0) -> list[int]:
+    """The numbers of the newest rows from ``begin`` on with ``words`` in the text of a turn, in any case; at most so many.
 
     Holds one row group (16 MB) in memory at a time. A file that the run joins or thins meanwhile is left out. Raises as ``read_samples``.
     """
@@ -126,6 +126,8 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
 
     found: list[int] = []
     for file in reversed(files_in(run_dir / DIRECTORY)):
+        if file.end <= begin:
+            break
         try:
             with _reading(file.path):
                 opened = pq.ParquetFile(file.path)
@@ -138,7 +140,7 @@ def find_samples(run_dir: Path, words: str, at_most: int) -> list[int]:
                 texts = pc.struct_field(pc.list_flatten(turns), "text")
                 has_words = pc.match_substring(texts, words, ignore_case=True)
                 places = pc.unique(pc.list_parent_indices(turns).filter(has_words))
-                found += reversed(table["row"].take(places).to_pylist())
+                found += [row for row in reversed(table["row"].take(places).to_pylist()) if row >= begin]
                 if len(found) >= at_most:
                     return found[:at_most]
     return found

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -41,7 +42,7 @@ EMPTY: dict[str, Any] = {
     "error": None,
 }
 """What ``ViewedRun.overview`` says of a run without anything in it."""
-_ENGINES = "engines/"
+_ENGINES = ("engines/", "publish/pause")
 _PIXELS = 1000
 """Of the window: shorter spans are drawn together."""
 
@@ -79,9 +80,15 @@ class ViewedRun:
                 "num_lines": self._metrics.num_lines,
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
+                "seconds_since": self.seconds_since_written(),
                 "metrics": self._metrics.names,
                 "alarms": [asdict(alarm) for alarm in self._alarms],
             }
+
+    def seconds_since_written(self) -> float:
+        """Age of what was written last."""
+        files = (self.directory / name for name in (_METRICS, _CONFIG, DIRECTORY))
+        return time.time() - max(file.stat().st_mtime for file in files if file.exists())
 
     def _failures(self) -> list[str]:
         """Why the newest samples failed."""
@@ -124,9 +131,9 @@ class ViewedRun:
         columns["first_version"], columns["last_version"] = _version_range(table["policy_versions"].combine_chunks())
         return columns
 
-    def find(self, words: str) -> list[int]:
-        """Rows with ``words`` in a text, the newest 10,000 at most, from the newest on."""
-        return find_samples(self.directory, words, _MAX_FOUND)
+    def find(self, words: str, begin: int = 0) -> list[int]:
+        """Rows from ``begin`` on with ``words`` in a text, the newest 10,000 at most, from the newest on."""
+        return find_samples(self.directory, words, _MAX_FOUND, begin)
 
     def sample(self, row: int) -> dict[str, Any]:
         """See ``whole_samples``. Raises ``LookupError`` if there is no row of that number."""
@@ -146,7 +153,8 @@ class ViewedRun:
     def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
         """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.
 
-        Spans shorter than a pixel are put together, but for those of engines: they say which version an engine serves.
+        Spans shorter than a pixel are put together, but for those of engines, which say what an engine serves, and those that begin a
+        version.
         """
         last = trace_end(self.directory)
         end = last if end is None else end
@@ -155,8 +163,8 @@ class ViewedRun:
         shortest = (end - begin) / _PIXELS
         drawn, short = list[Span](), list[Span]()
         for span in spans:
-            is_drawn = span.end - span.begin >= shortest or span.track.startswith(_ENGINES)
-            (drawn if is_drawn else short).append(span)
+            is_whole = span.end - span.begin >= shortest or span.track.startswith(_ENGINES) or span.name == "gather"
+            (drawn if is_whole else short).append(span)
         return {
             "begin": begin,
             "end": end,

@@ -5,7 +5,7 @@ GET /api/overview                       runs, alarms, differing settings; asked 
 GET /api/series?run=0&names=a,b         figures by step; &by=step&begin=10&end=20: only those between
 GET /api/samples?run=0&begin=0          figures of rows, at most 50,000 per answer
 GET /api/sample?run=0&row=17            one row: texts, tokens, log-probs
-GET /api/find?run=0&words=...           rows with these words in a text
+GET /api/find?run=0&words=...           rows with these words in a text; &begin=17: from that row on
 GET /api/spans?run=0&begin=0&end=60     spans of the trace
 
 Answers are JSON, but for the page. An error is ``{"error": "..."}``. A server that other machines can reach wants the token of its address
@@ -52,7 +52,8 @@ def overview(runs: Sequence[ViewedRun]) -> dict[str, Any]:
         try:
             return run.overview()
         except (SkyRLAsyncError, OSError) as error:  # the other runs are shown
-            return EMPTY | {"directory": str(run.directory), "error": str(error)}
+            seconds = run.seconds_since_written()
+            return EMPTY | {"directory": str(run.directory), "seconds_since": seconds, "error": str(error)}
 
     found = [
         at_a_glance(run) | {"name": name, "has_settings": bool(of_run)}
@@ -93,7 +94,7 @@ def make_app(runs: Sequence[ViewedRun], token: str | None = None) -> Starlette:
         return run.sample(_integer(request, "row", None))
 
     def find(run: ViewedRun, request: Request) -> Any:
-        return run.find(request.query_params.get("words", ""))
+        return run.find(request.query_params.get("words", ""), _integer(request, "begin", 0))
 
     def spans(run: ViewedRun, request: Request) -> Any:
         return run.spans(_number(request, "begin"), _number(request, "end"))

@@ -147,8 +147,9 @@ class EngineWeightUpdater:
         async def load(engine: InferenceEngine) -> None:
             began = self.clock()
             try:
-                with self.trace.span("load", track=f"engines/{engine.name}", version=update.version):
-                    paused_at.append(began + await engine.switch_weights(update, self.pause_mode))
+                with self.trace.span("load", track=f"engines/{engine.name}", version=update.version) as shown:
+                    shown["acknowledge_s"] = await engine.switch_weights(update, self.pause_mode)
+                    paused_at.append(began + shown["acknowledge_s"])
             except PublishError as error:
                 refusals[engine.name] = error
             except EngineDeadError:

@@ -19,6 +19,8 @@ function el(tag, props, ...children) {
   return made;
 }
 
+const versionHue = (version) => (version * 67 + 200) % 360; // the same in every view
+
 const byId = (id) => document.getElementById(id);
 
 async function ask(what, params = {}) {
@@ -76,6 +78,12 @@ function hintAt(event, text) {
   const { width, height } = hint.getBoundingClientRect();
   hint.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
   hint.style.top = `${event.clientY + 18 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 18}px`;
+}
+
+// How long ago something was, in words.
+function ago(seconds) {
+  const [length, unit] = [[86400, "days"], [3600, "h"], [60, "min"]].find(([of]) => seconds >= 2 * of) ?? [1, "s"];
+  return `${Math.floor(seconds / length)} ${unit} ago`;
 }
 
 function later(milliseconds, action) {

@@ -149,7 +149,7 @@ function drawPanel(panel) {
       const values = data[line.index];
       const value = at === null || at === undefined ? lastOf(values) : near(values, at);
       if (!parts.has(line.label)) parts.set(line.label, el("span", {}));
-      parts.get(line.label).append(el("i", { style: { "--of": line.color }, title: runName(line.run) }, el("b", {}, (panel.shows || number)(value))), " ");
+      parts.get(line.label).append(el("i", { style: { "--of": markerOf(line) }, title: runName(line.run) }, el("b", {}, (panel.shows || number)(value))), " ");
     }
     legend.replaceChildren(...[...parts].map(([label, part]) => { part.append(label); return part; }));
   };
@@ -177,6 +177,14 @@ function drawPanel(panel) {
     figures.charts.push(chart);
   });
   return card;
+}
+
+// The line as the legend shows it, with its dashes.
+function markerOf({ color, dash }) {
+  if (!dash.length) return color;
+  let at = 0;
+  const parts = dash.map((length, i) => `${i % 2 ? "transparent" : color} ${at}px ${(at += length)}px`);
+  return `repeating-linear-gradient(90deg, ${parts.join(", ")})`;
 }
 
 // A run that went on from an earlier step has times that go back; a chart wants them ascending.

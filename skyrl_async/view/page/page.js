@@ -6,7 +6,7 @@ const TABS = {
   time: { title: "Time", refresh: refreshTime, redraw: drawTime, open: () => (time.spans ? drawTime() : follow()) },
   samples: { title: "Samples", refresh: refreshSamples, redraw: () => drawRows(), open: openSamples },
 };
-const PAUSE_MS = 2000;
+const PAUSE_MS = 2000, LIVE_S = 120;
 let tab = "run";
 
 function openTab() {
@@ -23,7 +23,8 @@ async function refreshTab() {
   const shownTab = tab;
   try {
     await TABS[tab].refresh();
-    if (tab === shownTab) showProblem(overview.runs.find((run) => run.error)?.error && new Error(overview.runs.filter((run) => run.error).map((run) => run.error).join("\n")));
+    const damaged = overview.runs.filter((run) => run.error).map((run) => run.error);
+    if (tab === shownTab) showProblem(damaged.length ? new Error(damaged.join("\n")) : null);
   } catch (error) {
     if (tab === shownTab) showProblem(error);
   }
@@ -59,7 +60,8 @@ async function watch() {
     const found = await ask("overview");
     const isNew = JSON.stringify(found.runs.map((run) => run.name)) !== JSON.stringify(overview.runs.map((run) => run.name));
     overview = found;
-    state.textContent = RECORDED ? "report" : "live";
+    const quiet = Math.min(...overview.runs.map((run) => run.seconds_since));
+    state.textContent = RECORDED ? "report" : quiet < LIVE_S ? "live" : `written ${ago(quiet)}`;
     drawHeader();
     drawAlarms();
     if (isNew) openTab();

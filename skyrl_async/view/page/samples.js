@@ -6,11 +6,11 @@ const NEWEST = 100000; // samples of a run that the table has; a page of all sam
 const versionsOf = (s) => (s.first_version === null ? "" : s.first_version === s.last_version ? `${s.first_version}` : `${s.first_version}–${s.last_version}`);
 const COLUMNS = [
   { name: "run", width: "minmax(80px, 1fr)", of: (s) => runName(s.run), several: true },
-  { name: "step", width: "58px", of: (s) => s.step, n: true },
-  { name: "uid", width: "minmax(190px, 2fr)", of: (s) => shown(s.uid) },
+  { name: "uid", width: "minmax(166px, 2fr)", of: (s) => shown(s.uid) },
+  { name: "reward", width: "74px", of: (s) => number(s.reward), by: (s) => s.reward, n: true },
+  { name: "outcome", width: "100px", of: (s) => el("span", { className: `pill ${s.outcome}` }, s.outcome), by: (s) => s.outcome },
+  { name: "step", width: "56px", of: (s) => s.step, n: true },
   { name: "sample", width: "78px", of: (s) => (s.branch ? `${s.sample} / ${s.branch}` : s.sample), by: (s) => s.sample, n: true },
-  { name: "outcome", width: "104px", of: (s) => el("span", { className: `pill ${s.outcome}` }, s.outcome), by: (s) => s.outcome },
-  { name: "reward", width: "80px", of: (s) => number(s.reward), by: (s) => s.reward, n: true },
   { name: "advantage", width: "102px", of: (s) => number(s.advantage, 3), by: (s) => s.advantage, n: true },
   { name: "staleness", width: "94px", of: (s) => number(s.staleness), by: (s) => s.staleness, n: true },
   { name: "versions", width: "88px", of: versionsOf, by: (s) => s.first_version, n: true },
@@ -25,7 +25,7 @@ const RANGES = {
   reward: (s) => [s.reward, s.reward], tokens: (s) => [s.num_sampled_tokens, s.num_sampled_tokens], step: (s) => [s.step, s.step],
   staleness: (s) => [s.staleness, s.staleness], version: (s) => [s.first_version, s.last_version],
 };
-const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, chosen: null, mode: "version", isSide: false };
+const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, searched: [], isCut: false, chosen: null, mode: "version", isSide: false };
 
 function buildSamples() {
   const changed = later(120, () => filterRows());
@@ -81,10 +81,9 @@ async function takeNewSamples() {
     }
     if (have.length > 2 * NEWEST) have.splice(0, have.length - NEWEST);
   }
-  if (isNew) {
-    drawChoices();
-    filterRows();
-  }
+  const isFound = await searchNew();
+  if (isNew) drawChoices();
+  if (isNew || isFound) filterRows();
   if (problem) throw problem;
 }
 
@@ -114,20 +113,44 @@ function drawChoices() {
 async function findWords() {
   const words = byId("words").value;
   if (words === (browse.words || "")) return;
-  browse.words = words;
-  browse.found = null;
-  if (words) {
-    byId("num-rows").textContent = "searching …";
-    browse.found = await Promise.all(overview.runs.map(async (_, run) => new Set(await ask("find", { run, words }))));
+  setWords(words);
+  if (words) byId("num-rows").textContent = "searching …";
+  try {
+    await searchNew();
+    if (browse.words === words) filterRows();
+  } catch (error) {
     if (browse.words !== words) return;
+    byId("num-rows").textContent = "The search failed.";
+    showProblem(error);
   }
-  filterRows();
+}
+
+function setWords(words) {
+  Object.assign(browse, { words, found: words ? [] : null, searched: [], isCut: false });
+}
+
+// Search the rows that have not been searched; says whether there were any. One search at a time, as two would ask for the same rows.
+const MOST_FOUND = 10_000; // of one answer
+async function searchNew() {
+  const { words } = browse;
+  if (!words) return false;
+  const searches = browse.samples.map(async (have, run) => {
+    const end = have.length ? have.at(-1).row + 1 : 0, restarts = browse.restarts[run];
+    const before = browse.searched[run]?.restarts === restarts ? browse.searched[run].end : 0;
+    if (before === end) return false;
+    const rows = await ask("find", { run, words, begin: before });
+    if (browse.words !== words) return false;
+    browse.found[run] = new Set([...(before ? browse.found[run] : []), ...rows]);
+    browse.searched[run] = { end, restarts };
+    browse.isCut ||= rows.length === MOST_FOUND;
+    return true;
+  });
+  return (await Promise.all(searches)).includes(true);
 }
 
 function clearFilters() {
   for (const id of ["of-run", "of-outcome", "of-uid", "words", ...Object.keys(RANGES).flatMap((name) => [`${name}-from`, `${name}-to`])]) byId(id).value = "";
-  browse.words = "";
-  browse.found = null;
+  setWords("");
   filterRows();
 }
 
@@ -144,7 +167,7 @@ function filterRows() {
   browse.visible = browse.samples.flat().filter((s) =>
     (run === "" || s.run === Number(run)) && (!outcome || s.outcome === outcome) &&
     (!uid || s.uid.toLowerCase().includes(uid) || (s.reason || "").toLowerCase().includes(uid)) &&
-    isInside(s) && (!browse.found || browse.found[s.run].has(s.row)));
+    isInside(s) && (!browse.found || browse.found[s.run]?.has(s.row)));
   sortRows();
 }
 
@@ -160,14 +183,14 @@ function sortRows() {
     return sign * (x < y ? -1 : 1);
   });
   const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples`;
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${browse.isCut ? `; the words are also in older ones: only the newest ${number(MOST_FOUND)} are found` : ""}`;
   drawRows();
 }
 
 function drawRows() {
   const place = byId("rows"), columns = COLUMNS.filter((column) => !column.several || overview.runs.length > 1);
   const widths = columns.map((column) => column.width).join(" ");
-  const first = Math.max(0, Math.floor(place.scrollTop / HEIGHT) - 5), end = first + Math.ceil(place.clientHeight / HEIGHT) + 10;
+  const first = Math.max(0, Math.floor(place.scrollTop / HEIGHT) - 5), end = first + Math.ceil(innerHeight / HEIGHT) + 10;
   const minimum = `${columns.reduce((sum, column) => sum + Number(/\d+/.exec(column.width)[0]), 0)}px`;
   const cells = (column, child) => el("span", { className: column.n ? "n" : "" }, child);
   const head = el("div", { className: "row head", style: { "grid-template-columns": widths, "min-width": `max(100%, ${minimum})`, position: "sticky" } },
@@ -269,17 +292,18 @@ function offerModes(select, isOffered) {
 
 // Each mode: a token's value, and the colour of a value; null: none. One with a column is offered where a sample has it.
 const hue = (h, strength = 1) => `hsl(${h} 70% var(--lightness) / ${strength})`;
-const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 215 : 8, Math.min(1, Math.abs(value) / most)));
+const strong = (value, most) => Math.min(1, Math.sqrt(Math.abs(value) / most)); // the root keeps small values visible
+const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 8 : 215, strong(value, most))); // red: below zero, blue: above
 const MODES = {
-  version: { title: "policy version", of: (t) => t.version, color: (v) => (v === null ? "" : hue((v * 67 + 200) % 360)) },
-  logprob: { title: "log-prob", of: (t) => t.logprob, color: (v) => (v === null ? "" : hue(40, Math.min(1, -v / 3))), at: [-0.1, -1, -3] },
+  version: { title: "policy version", of: (t) => t.version, color: (v) => (v === null ? "" : hue(versionHue(v))) },
+  logprob: { title: "log-prob", of: (t) => t.logprob, color: (v) => (v === null ? "" : hue(40, strong(v, 3))), at: [-0.1, -1, -3] },
   gap: { title: "log-prob gap, trainer − engine", of: (t) => t.gap, color: (v) => diverging(v, 0.5), at: [-0.5, -0.1, 0.1, 0.5] },
   ratio: { title: "importance ratio", of: (t) => t.ratio, color: (v) => (v === null ? "" : diverging(Math.log(v), 0.5)), at: [0.6, 0.9, 1.1, 1.6] },
-  advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v === null ? null : -v, 1.5), at: [1.5, 0.5, -0.5, -1.5] },
-  teacher: { title: "teacher − engine, log-prob", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v === null ? null : -v, 2), at: [1, 0.1, -0.1, -1, -2] },
-  value: { title: "critic's value", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, Math.min(1, Math.abs(v)))), at: [0.1, 0.5, 1] },
-  weight: { title: "weight", column: "token_weights", of: (t) => t.weight, color: (v) => (v === null ? "" : hue(280, Math.min(1, v / 2))), at: [0, 0.5, 1, 2] },
-  reward: { title: "reward", column: "token_rewards", of: (t) => t.reward, color: (v) => diverging(v === null ? null : -v, 1), at: [1, 0.1, -0.1, -1] },
+  advantage: { title: "advantage", of: (t) => t.advantage, color: (v) => diverging(v, 1.5), at: [1.5, 0.5, -0.5, -1.5] },
+  teacher: { title: "teacher − engine, log-prob", column: "teacher_logprobs", of: (t) => (t.teacher === null ? null : t.teacher - t.logprob), color: (v) => diverging(v, 2), at: [1, 0.1, -0.1, -1, -2] },
+  value: { title: "critic's value", column: "values", of: (t) => t.value, color: (v) => (v === null ? "" : hue(150, strong(v, 1))), at: [0.1, 0.5, 1] },
+  weight: { title: "weight", column: "token_weights", of: (t) => t.weight, color: (v) => (v === null ? "" : hue(280, strong(v, 2))), at: [0, 0.5, 1, 2] },
+  reward: { title: "reward", column: "token_rewards", of: (t) => t.reward, color: (v) => diverging(v, 1), at: [1, 0.1, -0.1, -1] },
   none: { title: "nothing", of: () => null, color: () => "" },
 };
 

@@ -2,13 +2,16 @@
 "use strict";
 
 const MOST_LANES = 12, ROW = 22, TOP = 24;
-const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
+const time = { run: 0, begin: null, end: null, rows: [], spans: null, wide: null, follows: true };
 
 const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
-  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts", "#6d8f7f": "engine serves a version", "var(--death)": "engine's death",
+  "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts",
+  [`linear-gradient(90deg, ${[0, 1, 2].map((version) => `hsl(${versionHue(version)} 70% var(--lightness))`)})`]: "engine's version: a hue each, darker the more steps behind",
+  "var(--ink)": "engine paused", "var(--death)": "engine's death",
 };
 const DEATH = 7; // half the width that answers to the pointer
+const DARKER = 0.16, MOST_DARKER = 4; // per step behind; steps that are told apart
 
 function buildTime() {
   const canvas = el("canvas", { id: "timeline" });
@@ -22,7 +25,7 @@ function buildTime() {
     el("div", { className: "bar" },
       el("select", { id: "time-run", ariaLabel: "run", onchange: (e) => { time.run = Number(e.target.value); follow(); } }),
       el("button", { onclick: () => follow() }, "last minute"),
-      el("button", { onclick: () => setWindow(0, time.spans?.last) }, "whole run"),
+      el("button", { onclick: () => setWindow(0, time.spans?.last), hidden: RECORDED }, "whole run"),
       el("button", { onclick: () => move(0.5), ariaLabel: "zoom in" }, "+"),
       el("button", { onclick: () => move(2), ariaLabel: "zoom out" }, "−"),
       el("button", { onclick: () => move(1, -0.5), ariaLabel: "earlier" }, "←"),
@@ -33,10 +36,10 @@ function buildTime() {
     el("div", { id: "waits" }),
   );
   canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaY) < 1) return;
+    if (!event.ctrlKey && !event.shiftKey) return;
     event.preventDefault();
     const { begin, end } = time.spans, at = begin + ((event.offsetX - left()) / (canvas.clientWidth - left())) * (end - begin);
-    const factor = event.deltaY > 0 ? 1.25 : 0.8;
+    const factor = (event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8; // some systems turn shift + wheel sideways
     setWindow(at - (at - begin) * factor, at + (end - at) * factor);
   }, { passive: false });
   let from = null;
@@ -63,9 +66,9 @@ function follow() {
 
 function setWindow(begin, end) {
   if (!time.spans) return;
-  const { last } = time.spans;
-  const length = Math.min(Math.max(end - begin, 0.01), Math.max(last, 0.01));
-  const first = Math.min(Math.max(0, begin), Math.max(0, last - length));
+  const [from, last] = RECORDED ? [RECORDED.runs[time.run].spans.begin, RECORDED.runs[time.run].spans.end] : [0, time.spans.last];
+  const length = Math.min(Math.max(end - begin, 0.01), Math.max(last - from, 0.01));
+  const first = Math.min(Math.max(from, begin), Math.max(from, last - length));
   Object.assign(time, { begin: first, end: first + length, follows: false });
   Object.assign(time.spans, { begin: first, end: first + length });
   drawTime();
@@ -85,19 +88,28 @@ async function loadTime() {
     showError(byId("waits"), error);
     return;
   }
-  time.spans.spans.push(...served(time.spans));
+  const { run, spans, wide } = time;
+  if (!wide || wide.run !== run || spans.begin < wide.begin || spans.end > wide.end) time.wide = { ...spans, run, spans: [...spans.spans] };
+  spans.spans = spans.spans.concat(ofEngines({ ...time.wide, end: spans.end }));
   drawTime();
   drawWaits();
 }
 
-// What each engine served between its loads, and how far the trainer was ahead of it in the end.
-function served({ spans, end }) {
-  const of = {};
-  const newest = (at) => Math.max(0, ...spans.filter((span) => span.name === "gather" && span.begin <= at).map((span) => span.args.version));
+// What each engine served between its loads, since when the trainer was how far ahead of it, and its pauses.
+// A part of a time that is known needs the loads before it.
+function ofEngines({ spans, end }) {
+  const of = {}, gathers = spans.filter((span) => span.name === "gather").sort((a, b) => a.begin - b.begin);
+  const pauses = new Map(spans.filter((span) => span.track === "publish/pause").map((span) => [span.args.version, span]));
   for (const span of spans) if (span.track.startsWith("engines/")) (of[span.track] ??= []).push(span);
   return Object.values(of).flatMap((changes) => changes.sort((a, b) => a.begin - b.begin).flatMap((change, i) => {
-    const until = changes[i + 1]?.begin ?? end;
-    return change.name === "load" && until > change.end ? [{ ...change, name: "serves", begin: change.end, end: until, args: { ...change.args, "steps behind at the end": Math.max(0, newest(until) - change.args.version) } }] : [];
+    const { version, acknowledge_s: acknowledged } = change.args, pause = pauses.get(version), until = changes[i + 1]?.begin ?? end, found = [];
+    if (change.name === "load" && until > change.end) {
+      const newer = gathers.filter((gather) => gather.args.version > version && gather.begin < until);
+      const behind = newer.map((gather) => ({ begin: gather.begin, steps: gather.args.version - version }));
+      found.push({ ...change, name: "serves", begin: change.end, end: until, behind, args: { version, "steps behind at the end": behind.at(-1)?.steps ?? 0 } });
+    }
+    if (change.name === "load" && pause) found.push({ ...pause, track: change.track, lane: change.lane, begin: acknowledged === undefined ? pause.begin : change.begin + acknowledged });
+    return found;
   }));
 }
 
@@ -149,19 +161,25 @@ function drawTime() {
     }
     draw.fillStyle = colorOf(span, color);
     draw.globalAlpha = 0.15 + 0.85 * (span.args?.share ?? 1); // of short spans, drawn together
-    draw.fillRect(from, y, Math.max(1, to - from - 0.5), ROW - 6);
+    if (isPause(span)) draw.fillRect(from, y + ROW - 9, Math.max(1, to - from - 0.5), 3);
+    else draw.fillRect(from, y, Math.max(1, to - from - 0.5), ROW - 6);
     draw.globalAlpha = 1;
     time.boxes.push({ from, to: Math.max(to, from + 2), row, span });
-    const text = itemOf(span);
-    if (to - from > 30 && !isWait(span) && draw.measureText(text).width < to - from - 8) {
-      draw.fillStyle = "#fff";
-      draw.fillText(text, from + (span.name === "restart" ? 10 : 4), TOP + row * ROW + ROW / 2);
+    for (const { begin: since, steps } of span.behind || []) {
+      draw.fillStyle = `rgb(0 0 0 / ${DARKER})`;
+      const first = Math.max(from, x(since));
+      if (steps <= MOST_DARKER && first < to) draw.fillRect(first, y, to - first - 0.5, ROW - 6);
+    }
+    const text = textsOf(span).find((one) => draw.measureText(one).width < to - from - 6);
+    if (text) {
+      draw.fillStyle = span.name === "serves" ? color("--ink") : "#fff";
+      draw.fillText(text, from + (span.name === "restart" ? 10 : 3), TOP + row * ROW + ROW / 2);
     }
   }
   for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color);
   time.boxes.push(...deaths);
   byId("time-state").textContent = spans.length
-    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} short spans drawn together` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom`
+    ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} short spans drawn together` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom${RECORDED ? " · the report has the last minute" : ""}`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
 }
 
@@ -178,12 +196,16 @@ function drawDeath(draw, x, y, color) {
 
 const label = (track) => track.replace(/^stages\//, "").replace(/^engines\//, "");
 const isWait = (span) => "share" in (span.args || {}) || "item" in (span.args || {}) || span.track === "waiting";
+const isPause = (span) => span.name === "pause" && span.track.startsWith("engines/");
+// What may be written on a span, the longest first.
+const textsOf = (span) => (isWait(span) || isPause(span) ? [] : span.name === "serves" ? [itemOf(span), `v${span.args.version}`, `${span.args.version}`] : [itemOf(span)]);
 const itemOf = (span) => (isWait(span) ? span.name : span.track === "generation" ? String(span.args.uid ?? span.name) : span.name + (span.args.version !== undefined && !span.track.startsWith("stages/") ? ` v${span.args.version}` : ""));
 
 function colorOf(span, color) {
   if (span.name === "waiting for input") return color("--idle");
   if (span.name === "waiting for output") return "#d9822b";
-  if (span.name === "serves") return "#6d8f7f";
+  if (span.name === "serves") return `hsl(${versionHue(span.args.version)} 70% ${color("--lightness")})`;
+  if (isPause(span)) return color("--ink");
   if (span.track === "waiting") return "#c8504b";
   return { publish: "#3d9a6d", training: "#2f6db5", evaluation: "#8e5bb5", generation: "#1f97a8", devices: "#a3762f", engines: "#a3762f" }[span.track.split("/")[0]] || "#2f6db5";
 }
@@ -218,9 +240,9 @@ function drawWaits() {
   if (!waits.length) return byId("waits").replaceChildren();
   const head = el("tr", {}, ...["seconds", "step", "the trainer waited", "until this group came", "at"].map((name) => el("th", {}, name)));
   const rows = waits.map((wait) => el("tr", {},
-    el("td", {}, number(wait.end - wait.begin, 3)), el("td", {}, number(wait.step)), el("td", {}, WHY[wait.name] || wait.name),
+    el("td", { className: "n" }, number(wait.end - wait.begin, 3)), el("td", { className: "n" }, number(wait.step)), el("td", {}, WHY[wait.name] || wait.name),
     el("td", {}, wait.uid ? el("a", { href: `#/samples?uid=${encodeURIComponent(wait.uid)}&run=${time.run}` }, shown(wait.uid)) : "–"),
-    el("td", {}, `${number(wait.begin, 5)} s`)));
+    el("td", { className: "n" }, `${number(wait.begin, 5)} s`)));
   byId("waits").replaceChildren(el("h2", {}, "The longest waits of this time"), el("div", { className: "card" }, el("table", {}, head, ...rows)));
 }
 

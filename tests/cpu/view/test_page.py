@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
+from skyrl_async.view.run import _MAX_FOUND
 from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
 from tests.patience import PATIENCE_S
@@ -82,8 +84,9 @@ def run_dir(tmp_path: Path) -> Path:
     trace = Trace(run_dir / "trace", lambda: 0.0)
     trace.past_span("group", "generation", 1.0, 7.0, uid="sum-1")
     trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
-    trace.past_span("load", "engines/engine-0", 1.0, 2.0, version=3)
-    trace.past_span("gather", "publish", 2.5, 3.0, version=4)
+    trace.past_span("load", "engines/engine-0", 1.0, 2.0, version=3, acknowledge_s=0.5)
+    trace.past_span("pause", "publish/pause", 1.25, 2.25, version=3)
+    trace.past_span("gather", "publish", 2.5, 2.503, version=4)
     trace.past_span("death", "engines/engine-0", 4.5, 4.5, reason="killed")
     trace.past_span("restart", "engines/engine-0", 4.5, 6.0, reason="killed")
     trace.close()
@@ -169,8 +172,29 @@ def test_a_zoom_into_a_long_run_shows_its_steps_instead_of_means(run_dir: Path, 
         expect(panel.locator(".legend")).to_have_text("0.5 training")
 
 
+def test_a_run_that_writes_no_more_says_since_when(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(address)
+        expect(page.locator("#state")).to_contain_text("live")
+        for file in run_dir.iterdir():
+            os.utime(file, (time.time() - 3 * 3600,) * 2)
+        expect(page.locator("#state")).to_contain_text("written 3 h ago")
+
+
+def test_the_table_ends_with_the_window_and_shows_the_reward_on_a_phone(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        for width, height in ((1400, 900), (420, 900)):
+            page.set_viewport_size({"width": width, "height": height})
+            page.goto(f"{address}#/samples")
+            expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+            assert page.evaluate("[document.body.scrollHeight, document.body.scrollWidth]") == [height, width]
+        box = page.get_by_role("columnheader", name="reward").bounding_box()
+        assert box is not None and box["x"] + box["width"] < 420
+
+
 def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, page: Page, tmp_path: Path) -> None:
     other = tmp_path / "second"
+    append(run_dir / "metrics.jsonl", {"step": 9, "time_s": 18.0, "stage/generate/waiting_for_output_frac": 0.5})
     shutil.copytree(run_dir, other)
     (other / "config.yaml").write_text("training:\n  lr: 0.002\n")
     with served(run_dir, other) as address:
@@ -179,6 +203,9 @@ def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, pag
         expect(page.locator("#differences td")).to_have_text(["training.lr", "0.001", "0.002"])
         expect(page.locator(".panel", has_text="Reward").locator(".legend b")).to_have_text(["0.8", "0.8"])
         expect(page.locator("#differences .error")).to_have_count(0)
+        markers = page.locator(".panel", has_text="Waiting").locator(".legend i")
+        dashes = markers.evaluate_all("all => all.map((one) => one.getAttribute('style').includes('gradient'))")
+        assert dashes == [False, False, True, True]
 
 
 def test_runs_of_different_tasks_are_said_not_to_compare(run_dir: Path, page: Page, tmp_path: Path) -> None:
@@ -215,6 +242,31 @@ def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> 
         page.fill("#words", "WHAT is 2")
         page.press("#words", "Enter")
         expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
+        record.restore(6)
+        record.add(ended("sum-4", 5, Outcome.TRAINED, answer(reward=1.0, versions=[4])))
+        record.close()
+        expect(page.locator("#num-rows")).to_have_text("4 of 7 samples")
+
+
+def test_a_search_that_fails_or_finds_too_much_says_so(run_dir: Path, page: Page) -> None:
+    (file,) = (run_dir / DIRECTORY).iterdir()
+    whole = file.read_bytes()
+    with served(run_dir) as address:
+        page.goto(f"{address}#/samples")
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        file.write_bytes(whole[:100])
+        page.fill("#words", "What is")
+        page.press("#words", "Enter")
+        expect(page.locator("#num-rows")).to_have_text("The search failed.")
+        expect(page.locator("#problem")).to_contain_text(f"{file.name} is damaged")
+        file.write_bytes(whole)
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        expect(page.locator("#problem")).to_be_hidden()
+        page.route("**/api/find?*", lambda route: route.fulfill(json=list(range(_MAX_FOUND))))
+        page.fill("#words", "Done")
+        page.press("#words", "Enter")
+        expect(page.locator("#num-rows")).to_contain_text("only the newest 10,000 are found")
 
 
 def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> None:
@@ -263,6 +315,7 @@ def test_weights_and_rewards_of_tokens_are_shown_where_a_sample_has_them(tmp_pat
             colours = tokens.evaluate_all("all => all.map(one => one.style.background)")
             assert colours.count(colours[place]) == 1, "its number is like no other"
         with_both = choices()
+        assert not {"critic's value", "teacher − engine, log-prob"} & set(with_both)
         page.locator(".chips button", has_text="0: 0.5").click()
         expect(page.locator("#scale span")).to_have_text(["version 1"])
         assert [title for title in with_both if title not in choices()] == ["weight", "reward"]
@@ -307,8 +360,10 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
             x = canvas["x"] + 150 + share * (canvas["width"] - 150)
             page.mouse.move(x, canvas["y"] + 24 + 22 * row + 11)
 
-        point_at(3, 3.5)
+        point_at(4, 3.5)
         expect(page.locator("#hint")).to_contain_text("uid: sum-1")
+        point_at(0, 1.6)
+        expect(page.locator("#hint")).to_contain_text("engine-0: pause\n1.5 s, for 0.75 s")
         point_at(0, 3.5)
         expect(page.locator("#hint")).to_contain_text("engine-0: serves")
         expect(page.locator("#hint")).to_contain_text("steps behind at the end: 1")
@@ -319,6 +374,51 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
         page.get_by_role("button", name="zoom in").click()
         page.get_by_role("link", name="sum-1").click()
         expect(page.locator(".detail h2")).to_contain_text("sum-1")
+
+
+def test_an_engine_has_a_colour_per_version_darker_when_it_is_behind_at_every_zoom(run_dir: Path, page: Page) -> None:
+    shutil.rmtree(run_dir / "trace")
+    trace = Trace(run_dir / "trace", lambda: 0.0)
+    for version, second in enumerate((1.0, 6.0), start=3):
+        trace.past_span("gather", "publish", second - 3, second - 2.999, version=version)
+        trace.past_span("load", "engines/engine-0", second, second + 0.5, version=version)
+    trace.past_span("wait_for_groups", "waiting", 2.0, 7.5, step=3)
+    trace.close()
+
+    def colour_at(second: float) -> list[int]:
+        """In the upper part of the first row."""
+        return page.evaluate(
+            "second => { const { begin, end } = time.spans, canvas = byId('timeline');"
+            " const x = left() + ((second - begin) / (end - begin)) * (canvas.width - left());"
+            " return [...canvas.getContext('2d').getImageData(x, TOP + 4, 1, 1).data.slice(0, 3)]; }",
+            second,
+        )
+
+    with served(run_dir) as address:
+        page.goto(f"{address}#/time")
+        expect(page.locator("#waits td").first).to_have_text("5.5")
+        current, behind, newer = colour_at(2.5), colour_at(4.0), colour_at(7.0)
+        assert sum(behind) < sum(current)
+        assert newer not in (current, behind)
+        page.evaluate("setWindow(2.8, 5.8), loadTime()")
+        assert colour_at(4.0) == behind, "though it loaded before the window begins"
+
+
+def test_the_wheel_scrolls_the_page_unless_a_key_makes_it_zoom(run_dir: Path, page: Page) -> None:
+    with served(run_dir) as address:
+        page.goto(f"{address}#/time")
+        expect(page.locator("#waits td").first).to_have_text("5.5")
+        page.set_viewport_size({"width": 1000, "height": 300})
+        page.locator("#timeline").hover(position={"x": 400, "y": 60})
+        page.mouse.wheel(0, 100)
+        page.evaluate(
+            "new Promise((is) => { const look = () => (scrollY ? is() : requestAnimationFrame(look)); look(); })"
+        )
+        expect(page.locator("#time-state")).to_contain_text("0 s to 8 s")
+        page.locator("#timeline").hover(position={"x": 400, "y": 60})
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -100)
+        expect(page.locator("#time-state")).not_to_contain_text("0 s to 8 s")
 
 
 def test_a_report_is_one_file_that_needs_no_network(run_dir: Path, page: Page, tmp_path: Path) -> None:
@@ -333,6 +433,8 @@ def test_a_report_is_one_file_that_needs_no_network(run_dir: Path, page: Page, t
     expect(page.locator(".detail h2")).to_contain_text("evil-<b>")
     page.goto(f"{report.as_uri()}#/time")
     expect(page.locator("#waits td").first).to_have_text("5.5")
+    expect(page.locator("#time-state")).to_contain_text("the report has the last minute")
+    expect(page.get_by_role("button", name="whole run")).to_be_hidden()
     assert all(url.startswith(("file:", "data:")) for url in asked)
 
 
