@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from skyrl_async.doctor.examination import Examination, examine
+from skyrl_async.doctor.findings import OTHER_WEIGHTS
 from skyrl_async.errors import SkyRLAsyncError
 
 
@@ -91,7 +92,9 @@ def report(found: Examination) -> str:
         lines.append(f"{'WRONG' if finding.is_fault else 'known'}  {finding.kind} ({finding.where}{size}{share})")
         lines.append(f"       {finding.sentence}")
     if found.is_healthy:
-        lines.append("healthy: engine and trainer agree up to rounding")
+        is_unknown = any(finding.kind == OTHER_WEIGHTS for finding in found.findings)
+        known = ", as far as it can be judged without the run's weights" if is_unknown else ""
+        lines.append(f"healthy: engine and trainer agree up to rounding{known}")
     return "\n".join(lines) + "\n"
 
 

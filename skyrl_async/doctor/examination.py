@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.engine import EngineBackend
-from skyrl_async.doctor.explanations import Ideas, untruncated
+from skyrl_async.doctor.explanations import CLEAR, Ideas, untruncated
 from skyrl_async.doctor.findings import (
     Finding,
     explained_finding,
+    other_weights_finding,
     path_findings,
     same_of_all,
     seen_now,
@@ -104,7 +106,7 @@ async def examine(
     """
     async with contextlib.AsyncExitStack() as stack:
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="doctor_")))
-        run = RunFiles(run_dir, work_dir, overrides)
+        run = RunFiles(run_dir, work_dir, overrides, say)
         config = run.config
         with_engine = with_engine and config.engine.backend is EngineBackend.vllm
         if prompts is not None and not with_engine:
@@ -115,7 +117,7 @@ async def examine(
             asked = [row.trajectory.prompt_token_ids for row in rows[:_NEW_ANSWERS]]
             if prompts is not None:
                 asked = run.prompts(prompts, await run.initial(), num_rows)
-            versions = _chosen(run.versions, rows)
+            versions = _chosen(run.versions, rows, needs_first=config.policy.lora.is_on)
             say(f"loading version {', '.join(map(str, sorted(versions)))}")
             device, trust = training_device(config.training).name, config.policy.trust_remote_code
             scorers = {v: Scorer(await run.directory(v), device=device, trust_remote_code=trust) for v in versions}
@@ -164,7 +166,12 @@ async def _examined(
         starts_without_adapter=run.config.policy.lora.is_on,
     )
     now = seen_now(of_paths) if rows and engine is not None else ""
-    of_tokens = [*structural_findings(tokens), *_token_findings(ideas, rounding, now, say)]
+    is_trainer_wrong = any(finding.where.startswith("trainer") for finding in of_paths)
+    strange = {} if is_trainer_wrong else await _other_weights(run, ideas, rounding.limit, say)
+    known = np.where(np.isin(tokens.version, [*strange]), np.nan, model)
+    ideas = replace(ideas, model=known, scorers={v: own for v, own in scorers.items() if v not in strange})
+    of_weights = [finding for findings in strange.values() for finding in findings]
+    of_tokens = [*structural_findings(tokens), *of_weights, *_token_findings(ideas, rounding, now, say)]
     return Examination(
         run=str(run.run_dir),
         is_recorded=bool(rows),
@@ -173,42 +180,80 @@ async def _examined(
         versions=tuple(sorted(scorers.keys() & set(tokens.version.tolist()))),
         paths=tuple(path for path in paths if path.num_tokens),
         findings=(*of_tokens, *of_paths),
-        split=_split(tokens, model),
+        split=_split(tokens, known),
     )
 
 
-def _chosen(versions: Sequence[int], rows: Sequence[Row]) -> list[int]:
-    """Versions to load: the one with most tokens, or the newest, and then those with tokens, or the nearest.
+def _chosen(versions: Sequence[int], rows: Sequence[Row], *, needs_first: bool) -> list[int]:
+    """Versions to load: the one with most tokens, or the newest, and then those with tokens, or the nearest; perhaps version 0 in any case.
 
     A version without tokens may be the one that an engine still had.
     """
     counts = Counter(Tokens.of(rows).version.tolist())
     main = max(versions, key=lambda version: (counts[version], version))
-    return sorted(versions, key=lambda version: (-counts[version], abs(version - main)))[:_MAX_VERSIONS]
+    in_order = sorted(versions, key=lambda version: (-counts[version], abs(version - main)))
+    chosen, left = in_order[:_MAX_VERSIONS], in_order[_MAX_VERSIONS:]
+    return [*chosen[:-1], 0] if needs_first and 0 in left else chosen
 
 
 def _recorded_paths(tokens: Tokens, model: Values) -> Iterator[PathGap]:
-    is_fresh = (tokens.trained == tokens.version) & ~np.isnan(tokens.trainer)
+    is_fresh = tokens.is_fresh
     yield path_gap("engine, decode, as recorded", tokens.recorded, model)
     yield path_gap("trainer, as recorded, not stale", tokens.trainer[is_fresh], model[is_fresh])
 
 
+async def _other_weights(
+    run: RunFiles, ideas: Ideas, limit: float, say: Callable[[str], None]
+) -> dict[int, list[Finding]]:
+    """Version -> what is said of it, for versions whose loaded weights are not the run's.
+
+    They are not where engine and trainer agree, as recorded, on tokens that are not stale, and differ from these weights, and nothing else
+    explains all of it. An engine that disagrees with the trainer there is at fault whatever the weights are.
+    """
+    tokens, found = ideas.tokens, {}
+    between, off = np.abs(tokens.recorded - tokens.trainer), np.abs(tokens.recorded - ideas.model)
+    for version in ideas.scorers:
+        is_fresh = tokens.is_fresh & (tokens.version == version)
+        by_engine = {engine: is_fresh & (tokens.engine == engine) for engine in sorted(set(tokens.engine[is_fresh]))}
+        agreeing = [is_own for is_own in by_engine.values() if between[is_own].mean() <= limit < off[is_own].mean()]
+        if not agreeing:
+            continue
+        say(f"looking for what else than other weights explains the gap of version {version}")
+        is_agreed = np.logical_or.reduce(agreeing)
+        best = ideas.only(is_agreed).best(with_weights=False)
+        if best is None or best.explained < CLEAR:
+            sizes = int(is_agreed.sum()), float(between[is_agreed].mean()), float(off[is_agreed].mean())
+            told = "engine and trainer differ, as recorded, and the weights that could explain it are not there"
+            found[version] = [other_weights_finding(version, await run.source(version), *sizes)] + [
+                Finding("unexplained", engine, told, float(between[is_own].mean()))
+                for engine, is_own in by_engine.items()
+                if between[is_own].mean() > limit
+            ]
+    return found
+
+
 def _token_findings(ideas: Ideas, rounding: Rounding, now: str, say: Callable[[str], None]) -> list[Finding]:
-    """What explains the gap of each engine's tokens; the same of all engines once."""
-    found, engines = [], sorted(set(ideas.tokens.engine[np.isfinite(ideas.model)]))
-    for engine in engines:
-        is_own = ideas.tokens.engine == engine
-        own = Tokens.of(row for row in ideas.tokens.rows if row.engine == engine)
-        model = ideas.model[is_own]
-        is_known = np.isfinite(model)
-        gap = (own.recorded - model)[is_known]
-        if float(np.abs(gap).mean()) > FLOAT32_ROUNDING:
-            say(f"looking for what explains the gap of {engine}")
-            best = replace(ideas, model=model, tokens=own).best()
-            found.append(
-                explained_finding(engine, gap, best, replace(rounding, gap=rounding.gap[is_own][is_known]), now)
-            )
-    return same_of_all([finding for finding in found if finding is not None], len(engines))
+    """What explains the gap of each engine's tokens, the same of all engines once, and that of the trainer's."""
+    tokens = ideas.tokens
+    engines = sorted(set(tokens.engine[np.isfinite(ideas.model)]))
+    found = [_explained(ideas, engine, tokens.engine == engine, rounding, now, say) for engine in engines]
+    trainer = replace(ideas, tokens=replace(tokens, recorded=tokens.trainer), who="the trainer")
+    of_trainer = _explained(trainer, "trainer", tokens.is_fresh, rounding, "", say)
+    of_engines = same_of_all([finding for finding in found if finding is not None], len(engines))
+    return [*of_engines, *([] if of_trainer is None else [of_trainer])]
+
+
+def _explained(
+    ideas: Ideas, name: str, is_own: NDArray[np.bool_], rounding: Rounding, now: str, say: Callable[[str], None]
+) -> Finding | None:
+    """What explains the gap of (N,) chosen tokens; None if there is none but rounding."""
+    is_known = is_own & np.isfinite(ideas.model)
+    gap = (ideas.tokens.recorded - ideas.model)[is_known]
+    if not len(gap) or not float(np.abs(gap).mean()) > FLOAT32_ROUNDING:
+        return None
+    say(f"looking for what explains the gap of {name}")
+    of_bfloat16 = replace(rounding, gap=rounding.gap[is_known])
+    return explained_finding(name, gap, ideas.only(is_own).best(), of_bfloat16, now)
 
 
 def _split(tokens: Tokens, model: Values) -> RatioSplit | None:

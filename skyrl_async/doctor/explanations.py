@@ -24,8 +24,8 @@ ENOUGH = 0.5
 """Share of a gap from which on an idea is named."""
 CERTAIN = 6.0
 """Standard errors from which on an idea about weights is named whatever it explains; some hundred ideas are tried."""
-_CLEAR = 0.95
-"""Share after which dearer ideas are not tried."""
+CLEAR = 0.95
+"""Share after which dearer ideas are not tried. A temperature can explain 0.7 of the gap of another policy altogether."""
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Relative to the configured one."""
 _TRUNCATIONS: dict[str, tuple[float, ...]] = {
@@ -87,7 +87,7 @@ def best_explanation(families: Sequence[Iterable[Idea]], recorded: Values, model
     found: list[Explanation] = []
     for family in families:
         found += [judged(idea, recorded, model) for idea in family]
-        if max((each.explained for each in found), default=0.0) >= _CLEAR:
+        if max((each.explained for each in found), default=0.0) >= CLEAR:
             break
     best = max(found, key=lambda each: each.explained, default=None)
     if best is not None and best.explained >= ENOUGH:
@@ -111,10 +111,20 @@ class Ideas:
     """A token's text and number."""
     starts_without_adapter: bool = False
     """Whether version 0 is a model without its adapter."""
+    who: str = "the engine"
+    """Whose log-probs are recorded."""
 
-    def best(self) -> Explanation | None:
-        """What explains the gap of the tokens; cheap ideas are tried first."""
-        families = [self._shifts(), self._samplings(), self._weights(), self._templates()]
+    def only(self, is_chosen: NDArray[np.bool_]) -> "Ideas":
+        """Ideas about some of the tokens, (N,)."""
+        tokens, rows = self.tokens, np.unique(self.tokens.row[is_chosen])
+        is_kept = np.isin(tokens.row, rows)
+        chosen = replace(Tokens.of(tokens.rows[row] for row in rows), recorded=tokens.recorded[is_kept])
+        return replace(self, tokens=chosen, model=np.where(is_chosen, self.model, np.nan)[is_kept])
+
+    def best(self, *, with_weights: bool = True) -> Explanation | None:
+        """What explains the gap of the tokens; cheap ideas are tried first, and those about weights if asked for."""
+        of_weights = self._weights() if with_weights else ()
+        families = [self._shifts(), self._samplings(), of_weights, self._templates()]
         return best_explanation(families, self.tokens.recorded, self.model)
 
     def _shifts(self) -> Iterator[Idea]:
@@ -161,25 +171,24 @@ class Ideas:
         """Other weights than those of the version that is recorded, or parts of them."""
         first = next(iter(self.scorers.values()))
         if not (is_tied := first.has_tied_head):
-            sentence = "the engine's output head is its input embeddings, and the trainer's has weights of its own"
+            sentence = f"the output head of {self.who} is its input embeddings, and the policy's has weights of its own"
             yield Idea("tied head", sentence, self._changed(lambda own: own.with_part(HEAD, own.tied_head())))
         for stale, old in self.scorers.items():
-            others = [str(version) for version in self.scorers if version != stale]
+            others = [str(version) for version in self.scorers if version in self.tokens.version and version != stale]
             if not others:
                 continue
-            adapter = " (the adapter is not in force)" if self.starts_without_adapter and not stale else ""
-            sentence = (
-                f"tokens that are recorded as of version {', '.join(others)} were sampled with weights of version {stale}{adapter}, "
-                "or of one on the way there"
-            )
             swapped = old.scores(self.tokens, untruncated(self.configured))
-            yield Idea("stale version", sentence, swapped, is_direction=True)
+            kind, weights = "stale version", f"with weights of version {stale}, or of one on the way there"
+            if self.starts_without_adapter and not stale:
+                kind, weights = "adapter", "without the adapter, or with an older one"
+            sentence = f"{self.who} computed tokens that are recorded as of version {', '.join(others)} {weights}"
+            yield Idea(kind, sentence, swapped, is_direction=True)
             for part in first.parts:
                 kind, why = "stale weights", ""
                 if part == HEAD and is_tied:
                     kind, why = "tied head", ": a tied head that was not updated with the embeddings"
                 predicted = self._changed(lambda own, part=part, old=old: own.with_part(part, old.part(part)))  # type: ignore[misc]
-                sentence = f"{part} of the engine has the weights of version {stale}{why}"
+                sentence = f"{part} of {self.who} has the weights of version {stale}{why}"
                 yield Idea(kind, sentence, predicted, is_direction=True)
 
     def _changed(self, change: Callable[[Scorer], AbstractContextManager[None]]) -> Values:
@@ -204,13 +213,13 @@ class Ideas:
         tries += [("at the beginning", [[0]] * len(rows)), ("after the first token", [[1]] * len(rows))]
         for where, at in tries:
             for token in likely:
-                said = f"the engine read {self.text_of(token)} {where}, which is not recorded"
+                said = f"{self.who} read {self.text_of(token)} {where}, which is not recorded"
                 yield from self._edited(rows, at, token, said)
             gone = "as the first token" if where == tries[-1][0] else where
             left_out = [[place - 1 for place in own if place] for own in at]
             if any(left_out):
                 texts = {self.text_of(int(row.ids[own[0]])) for row, own in zip(rows, left_out, strict=True) if own}
-                said = f"the engine did not read {' or '.join(sorted(texts)[:3])}, which is recorded {gone}"
+                said = f"{self.who} did not read {' or '.join(sorted(texts)[:3])}, which is recorded {gone}"
                 yield from self._edited(rows, left_out, None, said)
 
     def _edited(self, rows: Sequence[Row], at: list[list[int]], token: int | None, sentence: str) -> Iterator[Idea]:

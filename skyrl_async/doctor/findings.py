@@ -5,6 +5,7 @@ Computes no log-probs.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -29,13 +30,17 @@ RULES = {
 """Way of computing -> kind and sentence of a finding if it differs and none of trainer or engine before it does."""
 
 
+OTHER_WEIGHTS = "other weights"
+"""Kind of a finding about weights that are not the run's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong, or that one should know."""
 
     kind: str
     where: str
-    """Engine or trainer."""
+    """Engine, trainer or version."""
     sentence: str
     mean_abs_gap: float
     """Nats."""
@@ -76,10 +81,29 @@ def seen_now(found: Sequence[Finding]) -> str:
     )
 
 
+def other_weights_finding(version: int, source: Path, num_tokens: int, agreed: float, off: float) -> Finding:
+    """Say that the weights in ``source`` are not the run's.
+
+    Args:
+        version: whose weights they should be.
+        source: directory.
+        num_tokens: tokens that this version sampled and trained.
+        agreed: mean gap in nats between engine and trainer, as recorded on them.
+        off: mean gap between the engine and these weights.
+    """
+    sentence = (
+        f"{source} does not hold the weights that the run had: on {num_tokens:,} tokens that version {version} sampled and trained, engine "
+        f"and trainer agree, as recorded, within {agreed:.2g} nats, and neither agrees with these weights. Tokens of version {version} are "
+        "judged no further; for that, run the doctor on the machine and the code of the run, name the run's own weights with "
+        "policy.path=DIRECTORY, or keep those of later versions with trainer.checkpoint_interval_steps or trainer.export_hf"
+    )
+    return Finding(OTHER_WEIGHTS, f"version {version}", sentence, off, is_fault=False)
+
+
 def explained_finding(
     engine: str, gap: Values, best: Explanation | None, rounding: Rounding, now: str
 ) -> Finding | None:
-    """What an engine's gap comes from; None if it is rounding.
+    """What the gap of an engine, or of the trainer, comes from; None if it is rounding.
 
     Args:
         engine: its name.

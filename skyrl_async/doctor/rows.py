@@ -85,6 +85,11 @@ class Tokens:
             ),
         )
 
+    @property
+    def is_fresh(self) -> NDArray[np.bool_]:
+        """(N,) whether the version that sampled a token also trained on it."""
+        return (self.trained == self.version) & ~np.isnan(self.trainer)
+
     def by_row(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """A column of tokens, split by row."""
         return np.split(values, np.cumsum(np.bincount(self.row, minlength=len(self.rows)))[:-1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_async.checkpoint.checkpointer import checkpoints_in
 from skyrl_async.columns import TokenIds
-from skyrl_async.composition.data import PolicyFiles, load_renderer, prepare_prompts
+from skyrl_async.composition.data import PolicyFiles, ProgressFn, load_renderer, prepare_prompts
 from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import compose_config, load
 from skyrl_async.data.dataset import load_sources
@@ -30,11 +30,12 @@ class RunFiles:
         run_dir: the directory.
         work_dir: gets those of versions.
         overrides: of the run's configuration, such as ``engine.enforce_eager=true``.
+        say: takes a line about a policy that is made anew.
 
     Raises ``ConfigError`` if it is no run's, or the configuration does not fit this machine.
     """
 
-    def __init__(self, run_dir: Path, work_dir: Path, overrides: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, work_dir: Path, overrides: Sequence[str], say: ProgressFn) -> None:
         self.run_dir = run_dir
         """As given."""
         path = run_dir / "config.yaml"
@@ -42,7 +43,7 @@ class RunFiles:
             raise ConfigError(f"{run_dir} must be the directory of a run, such as outputs/RUN: it has no config.yaml")
         self.config = load(compose_config(overrides, path))
         """The run's with the overrides, checked."""
-        self._work_dir = work_dir
+        self._work_dir, self._say = work_dir, say
         checkpoints = {step: path / "policy" for step, path in checkpoints_in(run_dir / "checkpoints").items()}
         self._found = _exported(run_dir) | checkpoints
         self._initial: Path | None = None
@@ -87,8 +88,12 @@ class RunFiles:
         """The policy that training began with; makes the tiny policy where it is not cached."""
         if self._initial is None:
             prompts = prepare_prompts(self.config)
-            self._initial = await PolicyFiles(self.config, prompts, say=lambda line: None).trained()
+            self._initial = await PolicyFiles(self.config, prompts, self._say).trained()
         return self._initial
+
+    async def source(self, version: int) -> Path:
+        """Where the weights of this version are."""
+        return self._found.get(version) or await self.initial()
 
     async def directory(self, version: int) -> Path:
         """A Hugging Face directory of this version. Raises ``CheckpointError`` or ``PolicyError``."""

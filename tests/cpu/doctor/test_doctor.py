@@ -35,6 +35,7 @@ from skyrl_async.training.backends import packing, token_logprobs
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import Group, SampleWork, Trajectory
+from tests.cpu.tiny_policies import train
 from tests.engine_checks import make_policy, make_request
 
 pytestmark = pytest.mark.slow
@@ -159,11 +160,7 @@ async def test_a_healthy_run_is_called_healthy_and_its_ratios_are_all_staleness(
     run_dir: Path, policies: dict[int, Path], rows: list[Trajectory]
 ) -> None:
     stale = await sampled(DeterministicEngine("engine-1", policies[0]), version=0)
-    scores = InProcessPolicy(TrainingSettings(policy_path=str(policies[TRAINED])))
-    # What the trainer found when it trained them.
-    stale = [replace(row, old_logprobs=np.asarray(await found(scores, row)), old_version=TRAINED) for row in stale]
-    await scores.close()
-    record(run_dir, {"engine-0": rows, "engine-1": stale})
+    record(run_dir, {"engine-0": rows, "engine-1": await trained(stale, policies[TRAINED])})
     health = await examine(run_dir)
     assert health.is_healthy, report(health)
     assert health.versions == (0, TRAINED)
@@ -178,10 +175,59 @@ async def test_a_healthy_run_is_called_healthy_and_its_ratios_are_all_staleness(
     assert "healthy" in report(health)
 
 
-async def found(policy: InProcessPolicy, row: Trajectory) -> list[float]:
-    """Log-probs of a row's response."""
-    ids = [*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()]
-    return (await policy.logprobs(ids))[len(row.prompt_token_ids) - 1 :]
+async def trained(rows: Sequence[Trajectory], policy: Path, version: int = TRAINED) -> list[Trajectory]:
+    """Rows with what a trainer with the weights of ``policy`` finds when it trains them."""
+    scores = InProcessPolicy(TrainingSettings(policy_path=str(policy)))
+    found = [await scores.logprobs(np.concatenate([row.prompt_token_ids, row.response_token_ids])) for row in rows]
+    await scores.close()
+    return [
+        replace(row, old_logprobs=np.asarray(values[len(row.prompt_token_ids) - 1 :]), old_version=version)
+        for row, values in zip(rows, found, strict=True)
+    ]
+
+
+async def test_a_run_whose_first_policy_was_replaced_is_told_so_and_judged_by_its_other_weights(
+    run_dir: Path, policies: dict[int, Path], rows: list[Trajectory], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own = make_policy(tmp_path_factory.mktemp("own"), seed=5, is_tied=True)
+    first = await trained(await sampled(DeterministicEngine("engine-0", own), version=0), own, version=0)
+    newer = await trained(rows, policies[TRAINED])
+    health = await examined(run_dir, [*first, *newer])
+    assert [(finding.kind, finding.where) for finding in health.findings] == [("other weights", "version 0")]
+    assert f"{policies[0]} does not hold the weights that the run had" in health.findings[0].sentence
+    assert health.is_healthy and "as far as it can be judged without the run's weights" in report(health)
+    assert health.split is not None and health.split.num_tokens == len(PROMPTS) * NUM_TOKENS
+    hot = await sampled(DeterministicEngine("engine-1", own), version=0, temperature=0.5)
+    health = await examined(run_dir, {"engine-0": first, "engine-1": await trained(hot, own, version=0)})
+    assert faults(health) == [("unexplained", "engine-1")]
+
+
+async def test_a_fault_that_engine_and_trainer_share_is_not_taken_for_other_weights(
+    run_dir: Path, policies: dict[int, Path], rows: list[Trajectory]
+) -> None:
+    shifted = [
+        replace(row, logprobs=np.roll(row.logprobs, 1), old_logprobs=np.roll(row.old_logprobs, 1))
+        for row in await trained(rows, policies[TRAINED])
+    ]
+    assert faults(await examined(run_dir, shifted)) == [("shifted mask", "engine-0"), ("shifted mask", "trainer")]
+
+
+@pytest.mark.parametrize("where", ["engine-0", "trainer"])
+async def test_an_adapter_that_is_not_in_force_is_named(tmp_path: Path, policies: dict[int, Path], where: str) -> None:
+    config = from_overrides(f"policy.path={policies[0]}", "policy.lora.rank=4", "engine=vllm")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    policy = InProcessPolicy(TrainingSettings(policy_path=str(policies[0]), lora=config.policy.lora, lr=1e-2))
+    await train(policy, first_step=0, num_steps=TRAINED)
+    for step in (TRAINED - 1, TRAINED, TRAINED + 1):  # three that are nearer than version 0
+        await policy.save(tmp_path / "checkpoints" / f"global_step_{step}" / "policy")
+    await policy.export_hf(tmp_path / "merged")
+    await policy.close()
+    used = dict.fromkeys(["engine-0", "trainer"], tmp_path / "merged") | {where: policies[0]}
+    rows = await sampled(DeterministicEngine("engine-0", used["engine-0"]))
+    health = await examined(tmp_path, await trained(rows, used["trainer"]))
+    assert faults(health) == [("adapter", where)]
+    who = "the trainer" if where == "trainer" else "the engine"
+    assert f"{who} computed tokens that are recorded as of version 2 without the adapter" in health.findings[0].sentence
 
 
 @pytest.mark.parametrize(
