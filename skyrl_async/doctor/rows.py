@@ -101,14 +101,14 @@ class Tokens:
 
 
 def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[Row]:
-    """The newest rows with tokens of these versions, as many of each version and engine as there are.
+    """The newest rows with tokens of these versions, as many of each version and engine, stale or not, as there are.
 
     Held-out samples are left out: they may be sampled with other parameters.
 
     Raises ``ConfigError`` if there are none, ``CheckpointError`` for a damaged record.
     """
-    names = ["row", "outcome", "engines", "policy_versions", "num_sampled_tokens", "num_response_tokens"]
-    kept: dict[tuple[int, str], list[int]] = {}
+    names = ["row", "outcome", "engines", "policy_versions", "old_version", "num_sampled_tokens"]
+    kept: dict[tuple[int, str, bool], list[int]] = {}
     seen: set[int] = set()
     for found in read_samples(run_dir, names).to_pylist():
         if found["outcome"] == Outcome.HELD_OUT or not found["num_sampled_tokens"]:
@@ -116,7 +116,8 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
         of_row = {span["version"] for span in found["policy_versions"] if span["version"] != ENVIRONMENT_VERSION}
         seen |= of_row
         for version in of_row & set(versions):
-            kept.setdefault((version, _engine(found["engines"])), []).append(found["row"])
+            kind = version, _engine(found["engines"]), version == found["old_version"]
+            kept.setdefault(kind, []).append(found["row"])
     # One of each kind in turn, from the newest on.
     in_turn = [number for turn in zip_longest(*map(reversed, kept.values())) for number in turn if number is not None]
     rows: list[Row] = []

@@ -281,6 +281,14 @@ def test_a_long_answer_whose_tokens_were_rewarded_is_read_up_to_its_first_tokens
     assert len(row.places) == MAX_TOKENS_PER_ROW
 
 
+def test_rows_that_were_not_stale_are_read_although_newer_ones_of_their_version_were(
+    run_dir: Path, rows: list[Trajectory]
+) -> None:
+    fresh, *stale = (replace(row, old_logprobs=row.logprobs, old_version=TRAINED + i) for i, row in enumerate(rows))
+    record(run_dir, {"engine-0": [fresh, *stale]})
+    assert {row.trajectory.old_version for row in read_rows(run_dir, {TRAINED}, 2)} == {TRAINED, TRAINED + 3}
+
+
 async def test_a_fault_that_all_engines_have_is_said_once(run_dir: Path, engine: InferenceEngine) -> None:
     rows = await sampled(engine, temperature=0.5)
     health = await examined(run_dir, {"engine-0": rows[:2], "engine-1": rows[2:]})
