@@ -1,8 +1,8 @@
 """The sampled tokens that are examined: those a run has recorded of policy versions whose weights it still has, or new ones."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +118,27 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
         for version in of_row & set(versions):
             kind = version, _engine(found["engines"]), version == found["old_version"]
             kept.setdefault(kind, []).append(found["row"])
-    # One of each kind in turn, from the newest on.
-    in_turn = [number for turn in zip_longest(*map(reversed, kept.values())) for number in turn if number is not None]
-    rows: list[Row] = []
-    for number in dict.fromkeys(in_turn):
+
+    def readable(numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
+        """From the newest on, those whose tokens have not been thinned out."""
+        for number in reversed(numbers):
+            found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
+            if found["response_token_ids"] is not None and len((row := _row(found)).places):
+                yield number, row
+
+    rows: dict[int, Row] = {}
+    # One of each kind in turn.
+    for number, row in filter(None, chain.from_iterable(zip_longest(*map(readable, kept.values())))):
+        rows[number] = row
         if len(rows) == num_rows:
             break
-        found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
-        if found["response_token_ids"] is None:
-            continue  # its tokens have been thinned out
-        if len((row := _row(found)).places):
-            rows.append(row)
     if not rows:
         raise ConfigError(
             f"{run_dir / DIRECTORY} has no trained row of a policy version whose weights are there: it has tokens of "
             f"{_listed(seen)}, and weights of {_listed(versions)}; keep checkpoints with trainer.checkpoint_interval_steps, and texts "
             "with trainer.samples.keep; or have new answers examined with --prompts run"
         )
-    return rows
+    return list(rows.values())
 
 
 _WHOLE = ("engines", "policy_versions", "reward", "old_version", "num_response_tokens", *_COMPARED)

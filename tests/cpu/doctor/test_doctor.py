@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from skyrl_async import view
 from skyrl_async.columns import VersionSpans
 from skyrl_async.config.load import from_overrides, to_yaml
 from skyrl_async.doctor.__main__ import main, report
@@ -200,6 +201,12 @@ async def test_a_run_whose_first_policy_was_replaced_is_told_so_and_judged_by_it
     hot = await sampled(DeterministicEngine("engine-1", own), version=0, temperature=0.5)
     health = await examined(run_dir, {"engine-0": first, "engine-1": await trained(hot, own, version=0)})
     assert faults(health) == [("unexplained", "engine-1")]
+
+
+async def test_the_run_that_ships_is_not_called_wrong_for_want_of_its_policy(policies: dict[int, Path]) -> None:
+    shipped = Path(view.__file__).with_name("demo")
+    health = await examine(shipped, num_rows=4, with_engine=False, overrides=[f"policy.path={policies[0]}"])
+    assert [(finding.kind, finding.where) for finding in health.findings] == [("other weights", "version 0")]
 
 
 async def test_a_fault_that_engine_and_trainer_share_is_not_taken_for_other_weights(
