@@ -18,10 +18,19 @@ from skyrl_async.algorithms.step_advantages import normalised
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import Unit
 from skyrl_async.types import Group, Trajectory, TurnSpan
-from tests.cpu.enumerated_policy import OUTCOMES, REWARDS, logits_of, policy_gradient, probability, token_logprobs
+from tests.cpu.enumerated_policy import (
+    OUTCOMES,
+    REWARDS,
+    Outcome,
+    logits_of,
+    policy_gradient,
+    probability,
+    token_logprobs,
+)
 
 CONSTANTS = AdvantageConstants()
-LOGITS = logits_of(seed=4)
+LOGITS, BEHAVIOR = logits_of(seed=4), logits_of(seed=9)
+COMPUTE = {Unit.TOKEN: gae_advantages, Unit.TURN: turn_gae_advantages}
 
 
 def sample(
@@ -40,8 +49,7 @@ def sample(
 
 
 def returns(one: SampleCredit, constants: AdvantageConstants, unit: Unit = Unit.TOKEN) -> list[float]:
-    compute = gae_advantages if unit is Unit.TOKEN else turn_gae_advantages
-    return returns_of(one, unit, compute([one], constants)[0], constants.vtrace_clip).tolist()
+    return returns_of(one, unit, COMPUTE[unit]([one], constants)[0], constants.vtrace_clip).tolist()
 
 
 @pytest.mark.parametrize(
@@ -150,40 +158,51 @@ def test_the_mean_is_the_gradient_with_any_values_for_lambd_1_and_with_the_right
     torch.testing.assert_close(mean_gradient(found, LOGITS, weighted=False), gradient, atol=1e-6, rtol=0)
 
 
-def test_weighted_returns_of_stale_samples_are_in_the_mean_what_the_policy_earns_and_lead_to_its_gradient() -> None:
-    behavior = logits_of(seed=9)
+def stale_sample(outcome: Outcome, values: Sequence[float], unit: Unit) -> SampleCredit:
+    """Sampled by ``BEHAVIOR``. Turns are of two tokens that share the log-ratio; the value before a turn's second token is read by nobody."""
+    log_ratios = (token_logprobs(LOGITS, outcome) - token_logprobs(BEHAVIOR, outcome)).tolist()
+    rewards = [0.0, REWARDS[outcome]]
+    if unit is Unit.TOKEN:
+        return sample(rewards, values, log_ratios=log_ratios)
+    of_tokens = [share * log_ratio for log_ratio in log_ratios for share in (0.3, 0.7)]
+    return sample(rewards, [values[0], 9.0, values[1], 9.0], num_tokens=(2, 2), log_ratios=of_tokens)
+
+
+@pytest.mark.parametrize("unit", [Unit.TOKEN, Unit.TURN])
+def test_weighted_returns_of_stale_samples_are_in_the_mean_what_the_policy_earns_and_lead_to_its_gradient(
+    unit: Unit,
+) -> None:
     values, constants = exact_values(), AdvantageConstants(vtrace_clip=math.inf)
     advantages, mean_return = {}, 0.0
     for outcome in OUTCOMES:
-        log_ratios = (token_logprobs(LOGITS, outcome) - token_logprobs(behavior, outcome)).tolist()
-        one = sample([0.0, REWARDS[outcome]], [0.4, values[outcome[0]]], log_ratios=log_ratios)
-        (advantages[outcome],) = gae_advantages([one], constants)
-        mean_return += float(probability(behavior, outcome)) * returns(one, constants)[0]
+        one = stale_sample(outcome, [0.4, values[outcome[0]]], unit)
+        (advantages[outcome],) = COMPUTE[unit]([one], constants)
+        mean_return += float(probability(BEHAVIOR, outcome)) * returns(one, constants, unit)[0]
     # A value of 0.4 at the beginning is wrong; weights of mean 1 leave no trace of it.
     assert mean_return == pytest.approx(values[None], abs=1e-6)
-    found = mean_gradient(advantages, behavior, weighted=True)
+    found = mean_gradient(advantages, BEHAVIOR, weighted=True)
     torch.testing.assert_close(found, policy_gradient(LOGITS, REWARDS), atol=1e-6, rtol=0)
 
 
-def test_values_of_the_policy_between_the_sampler_and_the_trained_one_are_where_bounded_weights_lead() -> None:
-    behavior = logits_of(seed=9)
-    values = exact_values(torch.minimum(behavior.softmax(-1), LOGITS.softmax(-1)).log())
+@pytest.mark.parametrize("unit", [Unit.TOKEN, Unit.TURN])
+def test_values_of_the_policy_between_the_sampler_and_the_trained_one_are_where_bounded_weights_lead(
+    unit: Unit,
+) -> None:
+    values = exact_values(torch.minimum(BEHAVIOR.softmax(-1), LOGITS.softmax(-1)).log())
     assert abs(values[None] - exact_values()[None]) > 0.01
     mean_return = 0.0
     for outcome in OUTCOMES:
-        log_ratios = (token_logprobs(LOGITS, outcome) - token_logprobs(behavior, outcome)).tolist()
-        one = sample([0.0, REWARDS[outcome]], [values[None], values[outcome[0]]], log_ratios=log_ratios)
-        mean_return += float(probability(behavior, outcome)) * returns(one, CONSTANTS)[0]
+        one = stale_sample(outcome, [values[None], values[outcome[0]]], unit)
+        mean_return += float(probability(BEHAVIOR, outcome)) * returns(one, CONSTANTS, unit)[0]
     assert mean_return == pytest.approx(values[None], abs=1e-6)
 
 
 def test_unweighted_returns_of_stale_samples_are_those_of_the_policy_that_sampled_them() -> None:
-    behavior = logits_of(seed=9)
     found = 0.0
     for outcome in OUTCOMES:
         one = sample([0.0, REWARDS[outcome]], [0.4, 0.1], log_ratios=[0.5, -0.5])
-        found += float(probability(behavior, outcome)) * returns(one, AdvantageConstants(vtrace_clip=None))[0]
-    earned = sum(float(probability(behavior, outcome)) * REWARDS[outcome] for outcome in OUTCOMES)
+        found += float(probability(BEHAVIOR, outcome)) * returns(one, AdvantageConstants(vtrace_clip=None))[0]
+    earned = sum(float(probability(BEHAVIOR, outcome)) * REWARDS[outcome] for outcome in OUTCOMES)
     assert found == pytest.approx(earned, abs=1e-6)
 
 

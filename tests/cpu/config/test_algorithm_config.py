@@ -107,6 +107,7 @@ def test_estimators_of_groups_may_be_streamed() -> None:
     [
         ("gigpo", "gigpo.step_advantage_w=1", (2**0.5, 0.5**0.5), (-(2**0.5), -(0.5**0.5))),
         ("gigpo", "gigpo.step_advantage_w=3", (8**0.5, 0.5**0.5), (-(8**0.5), -(0.5**0.5))),
+        ("gigpo", "turn_discount=0", (0.5**0.5, 0.5**0.5), (-(0.5**0.5), -(0.5**0.5))),
         ("turn_credit", "turn_credit.decay=0.9", (1 + 0.9 / 1.9 - 0.5, 1 + 1 / 1.9 - 0.5), (-1.0, -1.0)),
         ("turn_credit", "turn_credit.decay=0", (0.5, 1.5), (-1.0, -1.0)),
         ("turn_credit", "turn_credit.weight=0", (1.0, 1.0), (-1.0, -1.0)),
@@ -115,6 +116,8 @@ def test_estimators_of_groups_may_be_streamed() -> None:
         ("gae", "lambd=0.5", (0.375, 0.5), (0.125, -0.5)),
         ("gae", "vtrace_clip=1", (0.5, 0.5), (0.0, -0.5)),
         ("gae", "vtrace_clip=null", (0.75, 0.5), (-0.25, -0.5)),
+        ("turn_gae", "gamma=0.5", (0.125, 0.5), (-0.125, -0.5)),
+        ("turn_gae", "vtrace_clip=1", (0.5, 0.5), (0.0, -0.5)),
     ],
 )
 def test_a_key_of_an_estimator_of_turns_or_tokens_reaches_the_advantages(

@@ -51,37 +51,46 @@ def gae(row: Trajectory, values: np.ndarray) -> np.ndarray:
     return advantages
 
 
+def turn_gae(row: Trajectory, values: np.ndarray) -> np.ndarray:
+    """(T,) float64: an answer is one turn."""
+    return np.full(len(values), row.reward - float(values[0]))
+
+
 async def valued(
-    critic: InProcessPolicy, rows: Sequence[Trajectory]
+    job: Job, critic: InProcessPolicy, rows: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], list[np.ndarray], list[np.ndarray]]:
     """The rows with values, their advantages, and what values are trained towards, (T,) float32 each."""
     values = (await critic.values_of(rows)).values
-    columns = [gae(row, of_row) for row, of_row in zip(rows, values, strict=True)]
+    advantages_of = turn_gae if job.estimator == "turn_gae" else gae
+    columns = [advantages_of(row, of_row) for row, of_row in zip(rows, values, strict=True)]
     returns = [of_row.astype(np.float64) + column for of_row, column in zip(values, columns, strict=True)]
     rows = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
     return rows, [column.astype(np.float32) for column in columns], [column.astype(np.float32) for column in returns]
 
 
-def plain_loop(policy_dir: Path, directory: Path) -> Outcome:
+def plain_loop(job: Job, policy_dir: Path, directory: Path) -> Outcome:
     """Generate a mini-batch, value it, train both models on it group by group, publish."""
 
     async def main() -> Outcome:
-        running = build(JOB, policy_dir, directory)
+        running = build(job, policy_dir, directory)
         policy, critic = running.policy, running.critic
         losses: list[float] = []
         await running.publisher.publish(0)
         for step in range(NUM_STEPS):
             drawn = [await running.dataloader.get_next_non_consumed_data() for _ in range(3)]
-            loss, num_tokens = 0.0, 0
+            loss, num_tokens, num_values = 0.0, 0, 0
             generate = running.workers._retrier.generate
             groups = [await generate(request(prompt, 3 * step + i)) for i, (_, prompt) in enumerate(drawn)]
             for rows in groups:
-                rows, advantages, returns = await valued(critic, rows)
+                rows, advantages, returns = await valued(job, critic, rows)
                 loss += (await policy.forward_backward(rows, advantages, step))["loss_sum"]
-                await critic.forward_backward(rows, returns, step)
                 num_tokens += sum(row.num_sampled_tokens for row in rows)
+                if job.estimator == "turn_gae":  # one value per turn
+                    rows = [replace(row, loss_mask=np.arange(len(row.loss_mask)) == 0) for row in rows]
+                await critic.forward_backward(rows, returns, step)
+                num_values += sum(row.num_sampled_tokens for row in rows)
             await policy.step(num_tokens)
-            await critic.step(num_tokens)
+            await critic.step(num_values)
             losses.append(loss / num_tokens)
             await running.publisher.publish(step + 1)
         outcome = Outcome(losses, await running.engine.checksum(), checksum_of(critic))
@@ -99,11 +108,13 @@ def synchronous(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> O
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [JOB, Job(estimator="turn_gae")], ids=["gae", "turn_gae"])
 def test_contract_3_staleness_zero_with_a_critic_gives_the_losses_and_weights_of_a_plain_loop(
-    policy_dir: Path, synchronous: Outcome, tmp_path: Path
+    job: Job, policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
-    assert synchronous == plain_loop(policy_dir, tmp_path)
-    assert len(set(synchronous.losses)) == NUM_STEPS
+    found = synchronous if job is JOB else train(job, policy_dir, tmp_path / "found")
+    assert found == plain_loop(job, policy_dir, tmp_path / "plain")
+    assert len(set(found.losses)) == NUM_STEPS
 
 
 @pytest.mark.slow
