@@ -72,6 +72,8 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
 
 
 def _estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
+    if algorithm.distillation.is_alone:  # advantages of rewards are replaced: the one that asks for least will do
+        return make_advantage_estimator("dr_grpo")
     constants = from_section(
         AdvantageConstants,
         *(algorithm, algorithm.gigpo),

@@ -21,8 +21,11 @@ _TOKEN_BOUNDS = tuple(
 
 
 def needs_critic(config: Config) -> bool:
-    """Whether the estimator reads a critic's values."""
-    return ADVANTAGE_ESTIMATORS.entry(config.trainer.algorithm.advantage_estimator).needs_values
+    """Whether the estimator reads a critic's values, and trains something."""
+    algorithm = config.trainer.algorithm
+    return (
+        ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator).needs_values and not algorithm.distillation.is_alone
+    )
 
 
 def _weighs_returns(config: Config) -> bool:
@@ -41,11 +44,10 @@ def estimator_rules(config: Config) -> Iterator[str]:
     algorithm, num_samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     reason = f"with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
     entry = ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator)
-    distillation = algorithm.distillation
-    reads_rewards = not distillation.teachers or distillation.use_rewards
+    reads_rewards, warmup_steps = not algorithm.distillation.is_alone, config.trainer.critic.warmup_steps
     if entry.needs_groups and num_samples < 2 and reads_rewards:
         yield f"generator.n_samples_per_prompt must be >= 2 {reason}, got {num_samples}: a group of one has no advantage"
-    if entry.needs_mini_batch and config.trainer.stream_mini_batch:
+    if entry.needs_mini_batch and reads_rewards and config.trainer.stream_mini_batch:
         yield (
             f"trainer.stream_mini_batch must be false or null {reason}, got true: its advantages "
             "depend on all groups of a step; choose rloo or grpo to train groups as they finish"
@@ -55,11 +57,16 @@ def estimator_rules(config: Config) -> Iterator[str]:
             "trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_batch_normalize=true, got true: it takes the "
             "mean over all groups of a step"
         )
-    if entry.needs_values and config.trainer.deterministic and config.trainer.staleness_bound:
+    if needs_critic(config) and config.trainer.deterministic and config.trainer.staleness_bound:
         yield (
             f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and {reason.removeprefix('with ')}, got "
             f"{config.trainer.staleness_bound}: values are computed by the critic that is there when a group is finished, which depends on "
             "how long training takes"
+        )
+    if needs_critic(config) and config.trainer.num_steps is not None and warmup_steps >= config.trainer.num_steps:
+        yield (
+            f"trainer.critic.warmup_steps must be < trainer.num_steps ({config.trainer.num_steps}), got {warmup_steps}: the policy would "
+            "never be trained"
         )
     if algorithm.advantage_estimator != "maxrl":
         return
@@ -122,7 +129,8 @@ def divergence_rules(config: Config) -> Iterator[str]:
 
 def distillation_rules(config: Config) -> Iterator[str]:
     """Teachers judge every sampled token, whatever it earned, at the sampling temperature."""
-    distillation, sampling = config.trainer.algorithm.distillation, config.generator.sampling
+    algorithm, sampling = config.trainer.algorithm, config.generator.sampling
+    distillation = algorithm.distillation
     teachers, top_k = distillation.teachers, distillation.top_k
     key = "trainer.algorithm.distillation.teachers"
     for name, place in teachers.items():
@@ -140,9 +148,14 @@ def distillation_rules(config: Config) -> Iterator[str]:
             f"generator.sampling.temperature must be 1 with a server among {key}, got {sampling.temperature:g}: servers give prompt "
             "log-probs at temperature 1; a local directory is asked at any"
         )
-    if teachers and config.trainer.algorithm.advantage_batch_normalize:
+    if teachers and algorithm.advantage_batch_normalize:
         yield f"trainer.algorithm.advantage_batch_normalize must be false with {key}, got true: it would change what coef weighs"
-    if teachers and not distillation.use_rewards and config.trainer.fully_async.sample_full_batch:
+    if distillation.is_alone and algorithm.use_kl_in_reward:
+        yield (
+            f"trainer.algorithm.use_kl_in_reward must be false with {key} and use_rewards=false, got true: rewards train nothing there; "
+            "set use_kl_loss=true"
+        )
+    if distillation.is_alone and config.trainer.fully_async.sample_full_batch:
         yield (
             f"trainer.fully_async.sample_full_batch must be false with {key} and use_rewards=false, got true: it leaves out groups of "
             "equal rewards, which teachers judge as they do others"

@@ -35,6 +35,7 @@ from skyrl_async.config.schema.training import LrSchedule
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, Unit
 
 _ALGORITHM = "trainer.algorithm"
+_REWARDS = f"{_ALGORITHM}.distillation.use_rewards=true"
 _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
 _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
@@ -69,6 +70,7 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     is_normed = algorithm.loss_reduction is LossReduction.seq_mean_token_sum_norm
     is_adaptive = algorithm.kl_ctrl.type is KlControl.adaptive
     distillation = algorithm.distillation
+    critic = _REWARDS if distillation.is_alone else "advantage_estimator=gae or turn_gae"
     clips_ratio = distillation.divergence is Divergence.forward_kl and distillation.top_k is None
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
@@ -82,8 +84,9 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
             "teachers",
         ),
         (f"{_ALGORITHM}.distillation", ("ratio_clip",), clips_ratio, "divergence=forward_kl and top_k=null"),
-        ("trainer.critic", (), needs_critic(config), "advantage_estimator=gae or turn_gae"),
-        ("training", ("num_critic_workers",), needs_critic(config), "advantage_estimator=gae or turn_gae"),
+        (_ALGORITHM, ("advantage_estimator",), not distillation.is_alone, _REWARDS),
+        ("trainer.critic", (), needs_critic(config), critic),
+        ("training", ("num_critic_workers",), needs_critic(config), critic),
         (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),
         (_ALGORITHM, ("entropy_loss_coef",), algorithm.use_entropy_loss, "use_entropy_loss=true"),
         (_ALGORITHM, ("overlong_buffer_penalty_factor",), algorithm.overlong_buffer_len > 0, "overlong_buffer_len"),
@@ -99,8 +102,12 @@ def _of_losses(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
 
 
 def _of_estimators(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
-    """Constants of another estimator; a user's own may read any."""
-    if ADVANTAGE_ESTIMATORS.is_builtin(algorithm.advantage_estimator):
+    """Constants of another estimator, or with teachers alone of any; a user's own may read any."""
+    if algorithm.distillation.is_alone:
+        for path in ESTIMATORS_THAT_READ:
+            section, _, key = f"{_ALGORITHM}.{path}".rpartition(".")
+            yield section, (key,), False, _REWARDS
+    elif ADVANTAGE_ESTIMATORS.is_builtin(algorithm.advantage_estimator):
         yield from _of_readers(ESTIMATORS_THAT_READ, "advantage_estimator", algorithm.advantage_estimator)
 
 

@@ -195,6 +195,11 @@ class DistillationConfig:
     timeout_s: float = bounded(600.0, gt=0)
     """How long a server that does not answer is asked again, before the run saves and ends."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are teachers, and rewards train nothing."""
+        return bool(self.teachers) and not self.use_rewards
+
 
 @dataclass
 class AlgorithmConfig:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from skyrl_async.algorithms.settings import LossConstants
 from skyrl_async.composition.algorithms import check_algorithm, loss_constants, make_advantages
 from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.rules.algorithm import needs_critic
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.errors import ConfigError
 from skyrl_async.samples import Sample
@@ -20,6 +22,7 @@ from tests.cpu.quick_config import config_of
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"
 LOSS = "trainer.algorithm.policy_loss_type"
+TEACHER = "trainer.algorithm.distillation.teachers={t: /x}"
 NORMALISES = "trainer.algorithm.advantage_batch_normalize=true"
 
 
@@ -67,12 +70,20 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
             "trainer.stream_mini_batch must be false or null with .*advantage_batch_normalize=true, got true: it takes the mean over all",
         ),
         (
-            [NORMALISES, "trainer.algorithm.distillation.teachers={t: /x}"],
+            [NORMALISES, TEACHER],
             "advantage_batch_normalize must be false with .*distillation.teachers, got true: it would change what coef weighs",
         ),
         (
             [f"{ESTIMATOR}=gae", "trainer.algorithm.vtrace_clip=null", "trainer.deterministic=true"],
             "max_staleness_steps must be 0 with trainer.deterministic=true and .*=gae, got 4: values are computed by the critic",
+        ),
+        (
+            [f"{ESTIMATOR}=gae", "trainer.critic.warmup_steps=50", "trainer.num_steps=50"],
+            r"trainer.critic.warmup_steps must be < trainer.num_steps \(50\), got 50: the policy would never be trained",
+        ),
+        (
+            ["trainer.algorithm.use_kl_in_reward=true", TEACHER],
+            "use_kl_in_reward must be false with .*distillation.teachers and use_rewards=false, got true: rewards train nothing there",
         ),
     ],
 )
@@ -145,6 +156,17 @@ def test_a_key_of_an_estimator_of_turns_or_tokens_reaches_the_advantages(
     (found,) = made.of_step([group] if made.of_stage is None else with_advantages([group], made.of_stage))
     columns = [column[[0, 2]].tolist() for column in found.advantages]
     assert columns == [pytest.approx(of_first, abs=1e-5), pytest.approx(of_second, abs=1e-5)]
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce++", "running_mean"])
+def test_teachers_alone_need_neither_a_critic_nor_a_mini_batch_nor_baselines(name: str) -> None:
+    config = config_of(TEACHER, f"{ESTIMATOR}={name}", "trainer.stream_mini_batch=true")
+    made = make_advantages(config.trainer.algorithm)
+    assert not needs_critic(config) and made.of_stage is not None and not made.of_step.need_mini_batch
+    row = replace(one_token_row(1.0), teacher_logprobs=(-0.5,))
+    group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))
+    (found,) = made.of_step(with_advantages([group], made.of_stage))
+    assert found.advantages[0].tolist() == [-0.5 - row.logprobs[0]]
 
 
 @pytest.mark.parametrize(("decay", "expected"), [("0", 0.0), ("0.5", 1 / 3), ("1", 0.5)])

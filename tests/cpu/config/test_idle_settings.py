@@ -53,6 +53,16 @@ def test_a_setting_that_nothing_reads_is_named_with_what_would(is_read: str, oth
         assert idle.startswith(f"{key}=") and " does nothing without " in idle
 
 
+def test_settings_of_rewards_are_said_to_do_nothing_beside_teachers_alone() -> None:
+    alone, name = "trainer.algorithm.distillation.teachers={t: /x}", "trainer.algorithm.advantage_estimator"
+    of_turns, of_critic = ["trainer.algorithm.turn_discount=0.5"], ["trainer.critic.warmup_steps=3"]
+    for read, estimator in ((of_turns, f"{name}=turn_rloo"), (of_critic, f"{name}=gae")):
+        expected = [f"{key} does nothing without trainer.algorithm.distillation.use_rewards=true" for key in read]
+        found = idle_settings(config_of(alone, estimator, *read))
+        beside = idle_settings(config_of(alone, estimator, *read, "trainer.algorithm.distillation.use_rewards=true"))
+        assert sorted(found) == sorted([*expected, expected[0].replace(read[0], estimator)]) and beside == []
+
+
 def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
     assert idle_settings(from_overrides()) == idle_settings(from_overrides("engine=deterministic")) == []
     (idle,) = idle_settings(from_overrides("trainer.algorithm.kl_loss_coef=0.1"))
