@@ -159,7 +159,7 @@ def test_the_mean_is_the_gradient_with_any_values_for_lambd_1_and_with_the_right
 
 
 def stale_sample(outcome: Outcome, values: Sequence[float], unit: Unit) -> SampleCredit:
-    """Sampled by ``BEHAVIOR``. Turns are of two tokens that share the log-ratio; the value before a turn's second token is read by nobody."""
+    """Sampled by ``BEHAVIOR``. Turns are of two tokens that share the log-ratio; nobody reads the value before the second one."""
     log_ratios = (token_logprobs(LOGITS, outcome) - token_logprobs(BEHAVIOR, outcome)).tolist()
     rewards = [0.0, REWARDS[outcome]]
     if unit is Unit.TOKEN:

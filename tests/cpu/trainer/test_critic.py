@@ -37,6 +37,7 @@ __all__ = ["policy_dir"]
 JOB = Job(estimator="gae")
 ALL_COLUMNS = Job(estimator="tests.cpu.own_algorithms:weighed_gae", training={"teacher_coef": 0.1})
 """Values, and weights of tokens; a teacher's likeliest tokens."""
+AdvantagesOf = Callable[[Trajectory, np.ndarray], np.ndarray]
 GAMMA, LAMBDA = 1.0, 0.9
 
 
@@ -57,11 +58,10 @@ def turn_gae(row: Trajectory, values: np.ndarray) -> np.ndarray:
 
 
 async def valued(
-    job: Job, critic: InProcessPolicy, rows: Sequence[Trajectory]
+    critic: InProcessPolicy, rows: Sequence[Trajectory], advantages_of: AdvantagesOf = gae
 ) -> tuple[list[Trajectory], list[np.ndarray], list[np.ndarray]]:
     """The rows with values, their advantages, and what values are trained towards, (T,) float32 each."""
     values = (await critic.values_of(rows)).values
-    advantages_of = turn_gae if job.estimator == "turn_gae" else gae
     columns = [advantages_of(row, of_row) for row, of_row in zip(rows, values, strict=True)]
     returns = [of_row.astype(np.float64) + column for of_row, column in zip(values, columns, strict=True)]
     rows = [replace(row, values=of_row) for row, of_row in zip(rows, values, strict=True)]
@@ -74,6 +74,7 @@ def plain_loop(job: Job, policy_dir: Path, directory: Path) -> Outcome:
     async def main() -> Outcome:
         running = build(job, policy_dir, directory)
         policy, critic = running.policy, running.critic
+        advantages_of = turn_gae if job.estimator == "turn_gae" else gae
         losses: list[float] = []
         await running.publisher.publish(0)
         for step in range(NUM_STEPS):
@@ -82,10 +83,10 @@ def plain_loop(job: Job, policy_dir: Path, directory: Path) -> Outcome:
             generate = running.workers._retrier.generate
             groups = [await generate(request(prompt, 3 * step + i)) for i, (_, prompt) in enumerate(drawn)]
             for rows in groups:
-                rows, advantages, returns = await valued(job, critic, rows)
+                rows, advantages, returns = await valued(critic, rows, advantages_of)
                 loss += (await policy.forward_backward(rows, advantages, step))["loss_sum"]
                 num_tokens += sum(row.num_sampled_tokens for row in rows)
-                if job.estimator == "turn_gae":  # one value per turn
+                if advantages_of is turn_gae:  # one value per turn
                     rows = [replace(row, loss_mask=np.arange(len(row.loss_mask)) == 0) for row in rows]
                 await critic.forward_backward(rows, returns, step)
                 num_values += sum(row.num_sampled_tokens for row in rows)
