@@ -4,10 +4,11 @@ overrides, group choices, yaml file ──> compose_config ──> load ──> 
 """
 
 import copy
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from enum import Enum
 from functools import cache, reduce
@@ -103,6 +104,9 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
         key = str(override.key_or_group)
         value = _with_text(key, override.value(), _as_written(str(override.input_line).partition("=")[2]))
         _set_leaves(tree, key, value, mistakes)
+    given = {name for override in parsed for name, _ in _leaves(str(override.key_or_group), override.value())}
+    if file is None and "trainer.num_steps" not in given:
+        _round_steps(tree.trainer)
     if mistakes:
         lines = [f"{len(mistakes)} settings are wrong:", *mistakes]
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(lines))
@@ -111,6 +115,15 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
             if not tree[group][key]:
                 raise ConfigError(f"{group}.{key} must be set with {group}={choice}: add {group}.{key}=...")
     return tree
+
+
+def _round_steps(trainer: DictConfig) -> None:
+    """Round a group's number of steps up to whole batches. What is wrong in a batch is said when the config is built."""
+    with suppress(OmegaConfBaseException):
+        num_steps, mini, size = trainer.num_steps, trainer.policy_mini_batch_size, trainer.train_batch_size
+        of_batch = (size or mini) // max(mini, 1) * trainer.update_epochs_per_batch
+        if num_steps is not None and of_batch > 0:
+            trainer.num_steps = math.ceil(num_steps / of_batch) * of_batch
 
 
 def merged(*values: dict[str, Any]) -> DictConfig:

@@ -155,7 +155,7 @@ class TrainerConfig:
     generated earlier than it can be used. False fills the buffer up to the staleness bound.
     """
     num_steps: int | None = bounded(None, ge=1)
-    """Optimizer steps of the run; null: as many as num_epochs hold."""
+    """Optimizer steps of the run; null: as many as num_epochs hold. Those of policy=tiny are rounded up to whole batches."""
     num_epochs: int = bounded(20, ge=1)
     """Passes over the training prompts, unless num_steps ends the run first. Default: SkyRL's GSM8K script's."""
     publish_every_steps: int = 1

@@ -175,6 +175,16 @@ def test_a_batch_that_does_not_fit_is_refused_with_what_to_change(overrides: lis
         config_of(*overrides)
 
 
+def test_steps_of_the_tiny_policy_are_rounded_up_to_whole_batches_and_ones_own_are_refused() -> None:
+    batch = ("engine=deterministic", "trainer.train_batch_size=16", "trainer.update_epochs_per_batch=4")
+    assert from_overrides(*batch).trainer.num_steps == 72
+    for own in ("trainer.num_steps=70", "trainer={num_steps:70}"):
+        with pytest.raises(
+            ConfigError, match="num_steps must be a multiple of 8, the optimizer steps of a batch, or null, got 70"
+        ):
+            from_overrides(*batch, own)
+
+
 @pytest.mark.parametrize(("schedule", "bound"), [("sync", 3), ("one_step_off", 7), ("fully_async", 7)])
 def test_a_schedule_gives_a_batch_of_four_steps_its_own_bound(schedule: str, bound: int) -> None:
     config = from_overrides(
