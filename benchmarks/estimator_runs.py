@@ -15,19 +15,20 @@ from typing import Any
 
 from benchmarks.report import arguments, conditions, report
 from skyrl_async.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_async.config.load import from_overrides
 from skyrl_async.tasks.lagged_fibonacci import score, worked_answer
 
 SINGLE = ("gae", "turn_gae", "running_mean")
 """Those that need no group: they get one sample per prompt, of 32 prompts a step."""
 VARIANTS = {
-    "grpo, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
+    "grpo, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2", "trainer.train_batch_size=16"],
     "grpo, split_sample_weight=true": ["trainer.algorithm.split_sample_weight=true"],
     "gae, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
     "gae, partial_credit": ["task.reward=benchmarks.estimator_runs:partial_credit"],
 }
-"""Name of a row -> its other words. A sample of ``relay`` is one row, so ``split_sample_weight`` splits nothing: it shows that the key
-runs. ``partial_credit`` rewards the tokens of the default task, an answer of which is one turn.
-"""
+"""Name of a row -> its other words. With grpo two epochs are four optimizer steps per batch, over two mini-batches. A sample of ``relay``
+is one row, so ``split_sample_weight`` splits nothing: it shows that the key runs. ``partial_credit`` rewards the tokens of the default task,
+an answer of which is one turn."""
 RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS)
 """Names of the rows."""
 
@@ -45,21 +46,23 @@ def partial_credit(answer: str, columns: Mapping[str, Any]) -> list[float]:
     return rewards
 
 
-def overrides(name: str) -> list[str]:
-    """The words of a run, but for its length and seed."""
+def overrides(name: str, num_steps: int) -> list[str]:
+    """The words of a run, but for its seed; its steps are rounded up to whole batches."""
     estimator, _, variant = name.partition(", ")
     task = "lagged_fibonacci" if variant == "partial_credit" else "relay"
     words = [f"task={task}", f"trainer.algorithm.advantage_estimator={estimator}", *VARIANTS.get(name, ())]
     if estimator in SINGLE:
         words += ["generator.n_samples_per_prompt=1", "trainer.policy_mini_batch_size=32"]
-    return words
+    if estimator == "running_mean":
+        words.append("task.num_train_prompts=128")  # or no prompt would come a second time
+    of_batch = 4 if "trainer.train_batch_size=16" in words else 1
+    return [*words, f"trainer.num_steps={num_steps + -num_steps % of_batch}"]
 
 
 def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any]:
     """Train with one estimator."""
     words = [
-        *overrides(name),
-        f"trainer.num_steps={num_steps}",
+        *overrides(name, num_steps),
         f"trainer.seed={seed}",
         f"trainer.output_dir={output_dir}",
     ]
@@ -70,7 +73,8 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
         raise SystemExit(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     logged = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [values["reward/eval"] for values in logged if "reward/eval" in values]
-    row = {"estimator": name, "reward_before": rewards[0], "reward_after": rewards[-1], "steps": num_steps}
+    num_taken = from_overrides(*overrides(name, num_steps)).trainer.num_steps
+    row = {"estimator": name, "reward_before": rewards[0], "reward_after": rewards[-1], "steps": num_taken}
     print(row, flush=True)
     return row
 

@@ -32,6 +32,7 @@ from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
 from benchmarks.turn_policy import make_policy
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.rules.notices import advice
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.registry import get_task
@@ -359,8 +360,8 @@ def test_runs_of_estimators_are_configurations_and_those_that_are_not_run_again_
     tmp_path: Path,
 ) -> None:
     for name in RUNS:
-        config = from_overrides(*overrides(name), "trainer.num_steps=30")
-        assert name.startswith(config.trainer.algorithm.advantage_estimator)
+        config = from_overrides(*overrides(name, 30))
+        assert name.startswith(config.trainer.algorithm.advantage_estimator) and advice(config) == []
     assert config.task.reward == "benchmarks.estimator_runs:partial_credit"
     path = tmp_path / "runs.json"
     rows = [{"estimator": "grpo", "reward_after": 1.0}, {"estimator": "gae", "commit": "b"}]

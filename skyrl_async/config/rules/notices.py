@@ -29,7 +29,7 @@ from skyrl_async.config.schema.fields import Device, value_text
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.task import DATASET_TASK, REASONING_GYM_TASK
+from skyrl_async.config.schema.task import DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.config.schema.training import LrSchedule
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, Unit
@@ -197,7 +197,7 @@ def _values_of_groups(key: str) -> list[Any]:
 def advice(config: Config) -> list[str]:
     """A sentence for each setting that is allowed and hardly ever meant."""
     of_algorithm = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences)
-    of_run = (_advice_on_filtering, _advice_on_schedule, _advice_on_memory)
+    of_run = (_advice_on_baselines, _advice_on_filtering, _advice_on_schedule, _advice_on_memory)
     return [sentence for give in (*of_algorithm, *of_run) for sentence in give(config)]
 
 
@@ -240,6 +240,27 @@ def _advice_on_sequences(config: Config) -> Iterator[str]:
             yield (
                 f"generator=agent trains a session whose history was rewritten as several rows: the ratio that {setting} takes of a row is "
                 "without the turns before it that another row trains"
+            )
+
+
+def _advice_on_baselines(config: Config) -> Iterator[str]:
+    """Baselines of what earlier visits to a prompt earned, without a second visit."""
+    trainer, task = config.trainer, config.task
+    estimator = trainer.algorithm.advantage_estimator
+    if not ADVANTAGE_ESTIMATORS.entry(estimator).needs_baseline or trainer.algorithm.distillation.is_alone:
+        return
+    setting = (
+        f"{_ALGORITHM}.advantage_estimator={estimator} compares a prompt with its earlier visits, and none comes twice"
+    )
+    fallback = "the baseline is the mean of all prompts"
+    if trainer.num_epochs == 1:
+        yield f"{setting} with trainer.num_epochs=1: {fallback}; set more epochs"
+    elif trainer.num_steps is not None and task.name not in (DATASET_TASK, HARBOR_TASK):
+        num_groups = trainer.num_steps // trainer.steps_per_batch * trainer.batch_size
+        if num_groups <= task.num_train_prompts:
+            yield (
+                f"{setting} in {num_groups:,} groups (trainer.num_steps={trainer.num_steps}) of task.num_train_prompts="
+                f"{task.num_train_prompts}: {fallback}; set fewer prompts, or more steps"
             )
 
 

@@ -10,6 +10,7 @@ CORRECTION = f"{ALGORITHM}.off_policy_correction"
 GSPO = f"{ALGORITHM}.policy_loss_type=gspo"
 IN_THE_REWARD = f"{ALGORITHM}.use_kl_in_reward=true"
 IN_THE_LOSS = f"{ALGORITHM}.use_kl_loss=true"
+RUNNING_MEAN = f"{ALGORITHM}.advantage_estimator=running_mean"
 FILTERS = "trainer.fully_async.sample_full_batch=true"
 AGENT = ("generator.kind=agent", "generator.command=true")
 
@@ -75,8 +76,9 @@ def test_ratios_of_rows_that_are_not_whole_answers(settings: tuple[str, ...]) ->
     [
         *(
             (f"{ALGORITHM}.advantage_estimator={name}", ())
-            for name in ("turn_rloo", "turn_credit", "gae", "running_mean", "reinforce++", "reinforce++_baseline")
+            for name in ("turn_rloo", "turn_credit", "gae", "reinforce++", "reinforce++_baseline")
         ),
+        (RUNNING_MEAN, ("task.num_train_prompts=128",)),
         (f"{ALGORITHM}.advantage_batch_normalize=true", ()),
         (IN_THE_REWARD, ()),
         (f"{ALGORITHM}.distillation.teachers={{t: /x}}", (f"{ALGORITHM}.distillation.use_rewards=true",)),
@@ -91,6 +93,18 @@ def test_groups_of_equal_rewards_that_would_be_trained(setting: str, others: tup
 @pytest.mark.parametrize("name", ["grpo", "rloo", "tests.cpu.own_algorithms:unregistered_advantages"])
 def test_groups_of_equal_rewards_that_train_nothing_are_left_out_without_a_word(name: str) -> None:
     assert advice(config_of(FILTERS, f"{ALGORITHM}.advantage_estimator={name}")) == []
+
+
+def test_baselines_of_earlier_visits_without_a_second_visit() -> None:
+    (found,) = advice(config_of(RUNNING_MEAN))
+    assert (
+        "none comes twice in 560 groups (trainer.num_steps=70) of task.num_train_prompts=2048: the baseline is" in found
+    )
+    dataset = ("task.name=dataset", f"task.train_files=[{__file__}]", "task.env_class=gsm8k", "policy.path=/x")
+    (found,) = advice(config_of(RUNNING_MEAN, *dataset, "trainer.num_epochs=1"))
+    assert "none comes twice with trainer.num_epochs=1: the baseline is the mean of all prompts" in found
+    for others in (("task.num_train_prompts=559",), dataset, (f"{ALGORITHM}.distillation.teachers={{t: /x}}",)):
+        assert advice(config_of(RUNNING_MEAN, *others)) == []
 
 
 def test_a_falling_learning_rate_over_steps_that_will_not_happen() -> None:
