@@ -14,6 +14,7 @@ import pytest
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.estimators.outcome import grpo_advantages
+from skyrl_async.algorithms.history import PromptRewards
 from skyrl_async.algorithms.settings import AdvantageConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.chat import ChatRenderer
@@ -275,7 +276,9 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     )
     estimator = make_advantage_estimator(job.estimator, AdvantageConstants(lambd=0.9))
     critic = InProcessPolicy(replace(settings, is_critic=True)) if estimator.needs_values else None
-    prepare: dict[str, Any] = {"reward": reward_with(None if critic else estimator)}
+    of_step = estimator if critic or estimator.needs_baseline else None
+    history = PromptRewards(decay=0.9) if estimator.needs_baseline else None
+    prepare: dict[str, Any] = {"reward": reward_with(None if of_step else estimator)}
     teacher = InProcessPolicy(replace(settings, trains=False, num_top_tokens=4)) if settings.teacher_coef else None
     if teacher is not None:
         likely = partial(teacher.logprobs_of, model=LogprobModel.POLICY)
@@ -287,7 +290,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
         policy=leasing,
         publisher=publisher,
         prepare=prepare,
-        step_advantages=StepAdvantages(estimator if critic else None),
+        step_advantages=StepAdvantages(of_step, history=history),
         critic=critic_training(config, critic, groups),
         evaluator=Evaluator(config, generator, prompts=[], record=CountsSamples()),
         checkpointer=Checkpointer(directory / "checkpoints", max_to_keep=0),
@@ -466,6 +469,7 @@ def test_the_configuration_s_key_changes_weights_between_batches(is_deterministi
         pytest.param(
             2, replace(STOPPED, publishes_between_batches=True), marks=pytest.mark.slow, id="2-between-batches"
         ),
+        pytest.param(0, replace(STOPPED, estimator="running_mean"), marks=pytest.mark.slow, id="0-running-mean"),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else value.env_class,
 )
