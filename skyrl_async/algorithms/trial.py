@@ -75,20 +75,26 @@ def _try(name: str, estimator: AdvantageEstimator, has_lone_samples: bool) -> No
 
 
 def _seen(estimator: AdvantageEstimator, rewards: Sequence[float]) -> GroupCredit:
-    """A group of these rewards; its samples have one turn, two turns, three turns, and two tokens per turn."""
+    """A group of these rewards. Its samples have one turn, two, of which no row trains the first, and three, rewarded by token."""
     if estimator.unit is Unit.SAMPLE:
         baseline = 0.25 if estimator.needs_baseline else None
         return GroupRewards(rewards=tuple(rewards), num_tokens=(2,) * len(rewards), baseline=baseline)
-    return tuple(
-        SampleCredit(
-            rewards=(0.0,) * index + (reward,),
-            num_tokens=(2,) * (index + 1),
-            observations=tuple(b"seen %d" % turn for turn in range(index + 1)),
-            logprobs=np.full(2 * (index + 1), -1.0, np.float32),
-            values=np.full(2 * (index + 1), 0.5, np.float32) if estimator.needs_values else None,
-            log_ratios=np.zeros(2 * (index + 1), np.float32),
-        )
-        for index, reward in enumerate(rewards)
+    of_turns = ((2,), (0, 2), (2, 2, 2))
+    return tuple(_seen_sample(estimator, *pair) for pair in zip(rewards, of_turns, strict=False))
+
+
+def _seen_sample(estimator: AdvantageEstimator, reward: float, num_tokens: tuple[int, ...]) -> SampleCredit:
+    """The last turn earns the reward; with three turns each of its tokens earns a half."""
+    num, num_turns = sum(num_tokens), len(num_tokens)
+    by_token = np.array([0.0] * (num - 2) + [reward / 2] * 2, np.float32)
+    return SampleCredit(
+        rewards=(0.0,) * (num_turns - 1) + (reward,),
+        num_tokens=num_tokens,
+        token_rewards=by_token if num_turns == 3 else None,
+        observations=tuple(b"seen %d" % turn if of_turn else b"" for turn, of_turn in enumerate(num_tokens)),
+        logprobs=np.full(num, -1.0, np.float32),
+        values=np.full(num, 0.5, np.float32) if estimator.needs_values else None,
+        log_ratios=np.zeros(num, np.float32),
     )
 
 
@@ -103,7 +109,11 @@ def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupCred
         rewards = [
             seen.rewards if isinstance(seen, GroupRewards) else tuple(one.rewards for one in seen) for seen in groups
         ]
-        raise ConfigError(f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards}") from error
+        of_turns = [tuple(one.num_tokens for one in seen) for seen in groups if not isinstance(seen, GroupRewards)]
+        tokens = f" and num_tokens {of_turns}" if of_turns else ""
+        raise ConfigError(
+            f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards}{tokens}"
+        ) from error
 
 
 def try_shape(name: str, shape: RewardShape) -> None:

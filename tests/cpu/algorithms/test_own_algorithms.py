@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, register_advantage_estimator
-from skyrl_async.algorithms.credit import GroupRewards
+from skyrl_async.algorithms.credit import GroupRewards, SampleCredit
 from skyrl_async.algorithms.losses import register_policy_loss
-from skyrl_async.algorithms.settings import LossConstants
+from skyrl_async.algorithms.settings import AdvantageConstants, LossConstants
 from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
 from skyrl_async.errors import ConfigError
@@ -87,6 +87,20 @@ class TestEstimators:
             ConfigError, match=r"own raises ZeroDivisionError.* for groups of the rewards \[\(0.0, 0.0\)\]"
         ):
             try_estimator("own", AdvantageEstimator(compute=of_mini_batch, needs_mini_batch=True))
+
+    def test_one_that_fails_for_a_turn_without_trained_tokens_or_for_rewards_by_token_is_refused(self) -> None:
+        def per_token(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[list[float]]:
+            return [[r / n for r, n in zip(one.rewards, one.num_tokens, strict=True)] for one in samples]
+
+        def of_turns_alone(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[list[float]]:
+            return [[reward - (one.token_rewards or 0.0) for reward in one.rewards] for one in samples]
+
+        for compute, expected in (
+            (per_token, r"raises ZeroDivisionError.* and num_tokens \[\(\(2,\), \(0, 2\), \(2, 2, 2\)\)\]"),
+            (of_turns_alone, r"raises ValueError\('The truth value of an array"),
+        ):
+            with pytest.raises(ConfigError, match=f"own {expected}"):
+                try_estimator("own", AdvantageEstimator(compute=compute, unit=Unit.TURN))
 
     def test_one_that_needs_two_samples_is_refused_where_a_filter_may_leave_one(self) -> None:
         algorithm = config_of(f"{ESTIMATOR}={HERE}:baseline_of_others_advantages").trainer.algorithm
