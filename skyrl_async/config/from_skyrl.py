@@ -120,14 +120,14 @@ def translated(command: Command) -> Translation:
         elif found:
             theirs[found[1]] = found[2]
     for key, value in theirs.items():
-        _take(key, value, result)
+        _take(key, value, result, theirs)
     _take_schedule(command, theirs, result)
     _take_together(theirs, result)
     _take_defaults({*theirs, *unresolved}, result)
     return result
 
 
-def _take(key: str, written: str, result: Translation) -> None:
+def _take(key: str, written: str, result: Translation, theirs: Mapping[str, str]) -> None:
     """Put one of their keys where it belongs."""
     row, shown = find(_SYSTEM, key), f"{key}={written}"
     if row is None and key in all_keys():
@@ -138,7 +138,7 @@ def _take(key: str, written: str, result: Translation) -> None:
         return
     settings = list(_settings_of(row, written))
     if not settings:
-        is_needless = row.value_of(_plain(written)) == ""
+        is_needless = row.value_of(_plain(written)) == "" or (not row.values and _is_the_policys(key, written, theirs))
         (result.needless if is_needless else result.missing).append(f"{shown}: {row.note}")
         return
     about = ": ".join(part for part in (key if row.ours != (key,) else "", row.note) if part)
@@ -147,6 +147,15 @@ def _take(key: str, written: str, result: Translation) -> None:
         result.num_set += 1
     else:
         result.missing.append(f"{shown}: {row.answer}")
+
+
+def _is_the_policys(key: str, written: str, theirs: Mapping[str, str]) -> bool:
+    """Whether a key of the critic has the value of the policy's, which is the critic's here."""
+    of_policy = key.replace("trainer.critic", "trainer.policy", 1)
+    row = find(_SYSTEM, of_policy)
+    if of_policy == key or row is None:
+        return False
+    return row.value_of(_plain(written)) == "" or _plain(theirs.get(of_policy, row.default)) == _plain(written)
 
 
 def _settings_of(row: Foreign, written: str) -> Iterator[tuple[str, Any]]:

@@ -149,6 +149,7 @@ def test_no_key_of_another_system_is_in_its_table_twice() -> None:
         ("trainer.logger", "; SkyRL's, here logging.wandb=true for wandb, "),
         ("trainer.critic.lr", "; it is trainer.critic.optimizer_config.lr now"),
         ("trainer.critic.optimizer_config.scheduler", "; SkyRL's, without a counterpart: the rest of the critic's"),
+        ("trainer.critic_mini_batch_size", "; SkyRL's, without a counterpart: the critic takes a step with each"),
         ("critic.optim.lr", "; verl's, here trainer.critic.optimizer_config.lr"),
         (
             "trainer.max_prompt_length",
@@ -259,6 +260,16 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
         (
             "trainer.critic.model.lora.rank=8",
             "#   trainer.critic.model.lora.rank=8: all weights of the critic train, without",
+        ),
+        (
+            "trainer.critic_mini_batch_size=64 trainer.critic.fsdp_config.cpu_offload=true",
+            "# No counterpart:\n#   trainer.critic_mini_batch_size=64: the critic takes a step with each of the policy's\n"
+            "#   trainer.critic.fsdp_config.cpu_offload=true: the critic trains as the policy does, see training.*\n",
+        ),
+        (
+            "trainer.critic_mini_batch_size=64 trainer.policy_mini_batch_size=64 trainer.critic.fsdp_config.cpu_offload=false",
+            "# Nothing to set:\n#   trainer.critic_mini_batch_size=64: the critic takes a step with each of the policy's\n"
+            "#   trainer.critic.fsdp_config.cpu_offload=false: the critic trains as the policy does, see training.*\n",
         ),
         ("trainer.epoks=3", "#   trainer.epoks=3; did you mean trainer.epochs?"),
         ("trainer.cheese=3", "#   trainer.cheese=3: in neither SkyRL's keys nor ours"),
