@@ -54,8 +54,8 @@ from skyrl_gym_http import SkyRLGymHTTPGenerator
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MESSAGES = [{"role": "user", "content": "Relay 3. +4"}]
-GREEDY = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
-GREEDY_BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 500}
+GREEDY = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+GREEDY_BODY: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 300}
 EXTENSIONS = {"return_token_ids": True, "ignore_eos": True}
 COMPACT_JSON = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 """A random policy would spend its whole budget on white space."""
