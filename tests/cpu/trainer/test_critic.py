@@ -225,9 +225,9 @@ def test_in_the_warm_up_the_critic_alone_is_trained_and_afterwards_both_are(poli
     given = from_overrides("trainer.algorithm.advantage_estimator=gae", "trainer.critic.warmup_steps=2").trainer.critic
     train(replace(JOB, critic_warmup_steps=given.warmup_steps), policy_dir, tmp_path, before)
     policy, critic = ([not torch.equal(*pair) for pair in pairwise(weights)] for weights in found)
-    assert policy == [False, False, True, True]
+    assert policy == [False, False, True]
     assert critic == [True] * NUM_STEPS
-    assert [values["policy/lr_scale"] for values in logged[0] if "policy/lr_scale" in values] == [0, 0, 1, 1]
+    assert [values["policy/lr_scale"] for values in logged[0] if "policy/lr_scale" in values] == [0, 0, 1]
 
 
 @pytest.mark.slow
@@ -258,8 +258,8 @@ def test_contract_7_a_resumed_run_with_a_critic_has_the_losses_and_weights_of_on
 
     assert train(job, policy_dir, tmp_path / "resumed", resume) == replace(whole, losses=whole.losses[1:])
 
-    without = train(replace(job, estimator="grpo", checkpoint_interval_steps=1), policy_dir, tmp_path / "without")
-    assert without.losses
+    short = replace(job, estimator="grpo", checkpoint_interval_steps=1, num_steps=1)
+    assert train(short, policy_dir, tmp_path / "without").losses
     other = Checkpointer(tmp_path / "without" / "checkpoints", max_to_keep=0).usable().path
     with pytest.raises(CheckpointError, match="has no critic"):
         train(job, policy_dir, tmp_path / "refused", lambda running: running.trainer.resume(other))

@@ -54,7 +54,7 @@ from skyrl_async.weight_sync.publisher import WeightPublisher
 
 SIZES = PolicySizes(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 SAMPLING = SamplingParams(max_tokens=14)
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 class DialogueEnv:
@@ -111,6 +111,8 @@ ENVIRONMENTS = {"letters": LettersEnv, "dialogue": DialogueEnv}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
+    num_steps: int = NUM_STEPS
+    """Batches."""
     max_staleness_steps: int = 0
     stream_mini_batch: bool = True
     micro_batch_tokens: int = 4096
@@ -193,7 +195,7 @@ def config_of(job: Job) -> Config:
         num_parallel_generation_workers=3 * (job.max_staleness_steps + 1) // job.num_epochs,
         count_buffered_as_in_flight=False,
         policy_mini_batch_size=3,
-        num_steps=NUM_STEPS * job.num_mini_batches * job.num_epochs,
+        num_steps=job.num_steps * job.num_mini_batches * job.num_epochs,
         train_batch_size=3 * job.num_mini_batches,
         update_epochs_per_batch=job.num_epochs,
         stream_mini_batch=job.stream_mini_batch,
@@ -441,7 +443,7 @@ def test_with_weights_that_change_between_batches_a_run_does_not_depend_on_how_l
     policy_dir: Path, tmp_path: Path
 ) -> None:
     """What ``trainer.deterministic`` asks for: the same losses and weights, whichever of engine and trainer is the slower."""
-    still = Job(max_staleness_steps=2, publishes_between_batches=True, check_interval_steps=0)
+    still = Job(num_steps=4, max_staleness_steps=2, publishes_between_batches=True, check_interval_steps=0)
     in_flight = replace(still, publishes_between_batches=False)
 
     def outcomes(job: Job) -> tuple[Outcome, Outcome]:
