@@ -410,12 +410,15 @@ async def test_aborted_requests_bear_the_version_of_each_segment(
         tasks = [group.create_task(generate_with_retries(engine_0, request)) for request in requests]
         await wait_for_blocks(engine_0, 2, num_others=len(requests))
         await publish(engine_0, make_update(policy_dir(1, False), tmp_path, 7))
+    continued = []
     for task, request in zip(tasks, requests, strict=True):
         old, new = task.result()
         assert old.finish_reason is FinishReason.ABORT and len(old.token_ids)
         assert set(old.versions) == {0} and set(new.versions) == {7}
-        continued = make_request("c", follow(request.prompt_token_ids, old), max_tokens=len(new.token_ids))
-        assert new.token_ids.tolist() == (await fresh_engine_1.generate(continued)).token_ids.tolist()
+        prompt = follow(request.prompt_token_ids, old)
+        continued.append(make_request(f"c-{request.request_id}", prompt, max_tokens=len(new.token_ids)))
+    expected = await generate_all(fresh_engine_1, continued)
+    assert [task.result()[1].token_ids.tolist() for task in tasks] == [output.token_ids.tolist() for output in expected]
 
 
 async def test_kept_requests_and_streams_continue_as_a_fresh_engine_would_with_exact_versions(
