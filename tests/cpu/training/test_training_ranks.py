@@ -27,7 +27,7 @@ from tests.cpu.two_ranks import OneOfTwo, RankPair
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 WAYS = (
     "fsdp",
     "fsdp_lora",
@@ -193,33 +193,50 @@ def assert_same_figures(here: list[dict[str, float]], there: list[dict[str, floa
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
 
 
+Steps = tuple[list[dict[str, float]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""Figures, first moments, weights, and what a publish of adapters alone would send."""
+
+
+async def steps_of(policy: InProcessPolicy, directory: Path) -> Steps:
+    figures = await train(policy, first_step=0, num_steps=NUM_STEPS)
+    return figures, first_moments(policy._rank), await weights(policy, directory), trained(policy._rank)
+
+
+@pytest.fixture(scope="module")
+def references(two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Steps, RowLogprobs]]:
+    """Of FSDP on one rank, with its outputs after one step more."""
+
+    async def reference(way: str) -> tuple[Steps, RowLogprobs]:
+        settings = settings_of(way, two_ranks)
+        policy = InProcessPolicy(settings)
+        steps = await steps_of(policy, tmp_path_factory.mktemp(way))
+        await train(policy, first_step=NUM_STEPS, num_steps=1)
+        found = steps, await outputs(policy, settings)
+        await policy.close()
+        return found
+
+    return {way: asyncio.run(reference(way)) for way in dict.fromkeys(map(reference_of, WAYS))}
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs_of_fsdp_on_one(
-    two_ranks: Path, make: Make, way: str, tmp_path: Path
+    two_ranks: Path, references: dict[str, tuple[Steps, RowLogprobs]], make: Make, way: str, tmp_path: Path
 ) -> None:
-    reference = make(settings_of(reference_of(way), two_ranks))
-    settings = settings_of(way, two_ranks)
-    figures = await train(reference, first_step=0, num_steps=NUM_STEPS)
-    moments = first_moments(reference._rank)
-    update = await weights(reference, tmp_path / "weights")
-    published_alone = trained(reference._rank)
-    await train(reference, first_step=NUM_STEPS, num_steps=1)
-    logprobs = await outputs(reference, settings)
-
+    (figures, *tensors), logprobs = references[reference_of(way)]
     found = json.loads((two_ranks / way / "found.json").read_text())
     assert_same_figures(found["figures"], figures)
-    assert_close(torch.load(two_ranks / way / "moments.pt"), moments, atol=1e-5)
-    assert_close(load_file(two_ranks / way / "weights" / "v000000.safetensors"), update, atol=1e-5)
-    assert_close(torch.load(two_ranks / way / "trained.pt"), published_alone, atol=1e-5)
+    update = load_file(two_ranks / way / "weights" / "v000000.safetensors")
+    moments, published_alone = (torch.load(two_ranks / way / f"{name}.pt") for name in ("moments", "trained"))
+    for here, there in zip((moments, update, published_alone), tensors, strict=True):
+        assert_close(here, there, atol=1e-5)
     for here, there in zip(found["logprobs"], logprobs.values, strict=True):
         assert here == pytest.approx(there, abs=1e-5)
 
     if way != reference_of(way):
-        alone = make(settings)
-        assert_same_figures(await train(alone, first_step=0, num_steps=NUM_STEPS), figures)
-        assert_close(first_moments(alone._rank), moments, atol=1e-5)
-        assert_close(await weights(alone, tmp_path / "alone"), update, atol=1e-5)
-        assert_close(trained(alone._rank), published_alone, atol=1e-5)
+        of_alone, *alone = await steps_of(make(settings_of(way, two_ranks)), tmp_path)
+        assert_same_figures(of_alone, figures)
+        for here, there in zip(alone, tensors, strict=True):
+            assert_close(here, there, atol=1e-5)
 
 
 def test_two_ranks_export_merged_weights_and_the_adapters_that_they_publish(two_ranks: Path) -> None:
