@@ -105,6 +105,7 @@ def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() 
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be the directory of a run"):
         asyncio.run(planned(tmp_path, [1, 2]))

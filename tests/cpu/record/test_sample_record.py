@@ -221,6 +221,7 @@ def test_all_that_writing_and_joining_import_is_imported_before_the_run(tmp_path
     assert len(files_in(tmp_path)) < 4
 
 
+@pytest.mark.slow
 def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_path: Path, caplog: Any) -> None:
     rng = np.random.default_rng(0)
 
