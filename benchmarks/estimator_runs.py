@@ -27,7 +27,7 @@ VARIANTS = {
     "gae, partial_credit": ["task.reward=benchmarks.estimator_runs:partial_credit"],
 }
 """Name of a row -> its other words. With grpo two epochs are four optimizer steps per batch, over two mini-batches. A sample of ``relay``
-is one row, so ``split_sample_weight`` splits nothing: it shows that the key runs. ``partial_credit`` rewards the tokens of the default task,
+is one row, so ``split_sample_weight`` splits nothing: it shows that the key runs. ``partial_credit`` rewards tokens of the default task,
 an answer of which is one turn."""
 RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS)
 """Names of the rows."""
