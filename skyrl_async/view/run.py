@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from skyrl_async.columns import fields_of
 from skyrl_async.config.help import flat
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.alarms import Alarm, alarms, is_read
@@ -170,7 +171,7 @@ class ViewedRun:
             "end": end,
             "last": last,
             "num_short": len(short),
-            "spans": [asdict(span) for span in (*drawn, *put_together(short, shortest))],
+            "spans": [fields_of(span) for span in (*drawn, *put_together(short, shortest))],
             "waits": longest_waits(spans),
         }
 
