@@ -42,6 +42,8 @@ KEYS = {
     "standard_error": "of measured_bias",
     "num_groups": "of three samples that an estimate is of",
     "variance": "exact: of an estimate, summed over parameters, over the square of its own mean's length",
+    "measured_variance": "from the same sampled estimates as measured_bias: `variance`, over the square of the exact mean's length",
+    "variance_error": "standard error of measured_variance",
     "is_unbiased": "what the estimator's docstring claims",
 }
 _OBSERVATION = 2
@@ -225,6 +227,13 @@ def columns_of_rows(estimator: AdvantageEstimator, rows: Sequence[Trajectory], g
     return [column for group in found for column in group.advantages]
 
 
+def sampled_variance_of(estimates: Floats) -> tuple[float, float]:
+    """The variance of (num_estimates, 9), summed over parameters, and its standard error."""
+    num = len(estimates)
+    squares = ((estimates - estimates.mean(0)) ** 2).sum(1)
+    return float(squares.sum() / (num - 1)), float(squares.std(ddof=1) / np.sqrt(num))
+
+
 def measured(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -> dict[str, Any]:
     """The row of one estimator, with the ``KEYS``."""
     gradient = policy.gradient_of(lambda episode: sum(episode.rewards))
@@ -233,7 +242,9 @@ def measured(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -
     mean, variance = moments(policy, one, GROUP_SIZE)
     bias = float(np.linalg.norm(mean - gradient))
     direction = (mean - gradient) / bias if bias > 1e-9 * length else unit
-    along = (sampled_estimates(policy, one, num_estimates, seed) - gradient) @ direction / length
+    estimates = sampled_estimates(policy, one, num_estimates, seed)
+    along = (estimates - gradient) @ direction / length
+    sampled_variance, variance_error = sampled_variance_of(estimates)
     return {
         "estimator": one.name,
         "bias": bias / float(length),
@@ -243,6 +254,8 @@ def measured(policy: TurnPolicy, one: Compared, num_estimates: int, seed: int) -
         "standard_error": float(along.std(ddof=1) / np.sqrt(num_estimates)),
         "num_groups": one.num_groups,
         "variance": variance / float(mean @ mean),
+        "measured_variance": sampled_variance / float(mean @ mean),
+        "variance_error": variance_error / float(mean @ mean),
         "is_unbiased": one.name in UNBIASED,
     }
 

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.estimator_bias import UNBIASED, compared, moments, place_mean, turn_advantages
+from benchmarks.estimator_bias import (
+    GROUP_SIZE,
+    UNBIASED,
+    compared,
+    moments,
+    place_mean,
+    sampled_estimates,
+    sampled_variance_of,
+    turn_advantages,
+)
 from benchmarks.turn_policy import EPISODES, MAX_TURNS, Episode, Floats, make_policy
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
 from skyrl_async.algorithms.credit import SampleCredit
@@ -45,6 +54,13 @@ def test_what_is_claimed_to_be_unbiased_is_where_the_policy_decides_how_many_tur
     one = compared(POLICY)[name]
     mean, _ = moments(POLICY, one, size - one.estimator.needs_baseline)  # one visit more makes the baseline
     np.testing.assert_allclose(mean, GRADIENT, atol=1e-9)
+
+
+def test_sampled_estimates_vary_as_much_as_all_of_them() -> None:
+    one = compared(POLICY)["rloo"]
+    _, variance = moments(POLICY, one, GROUP_SIZE)
+    found, error = sampled_variance_of(sampled_estimates(POLICY, one, 500, seed=0))
+    assert abs(found - variance) < 3 * error < 0.3 * variance
 
 
 @pytest.mark.parametrize("name", ["gae", "turn_gae"])
