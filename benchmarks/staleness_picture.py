@@ -1,10 +1,15 @@
-"""Learning curves under staleness as one picture: a panel per correction, a line per bound.
+"""Learning curves under staleness as one picture: a panel per correction, a line per bound; and rewards after training over the bound.
 
-Flows in: the rows of ``staleness_curves``. Flows out: a PNG. Lines are means over seeds, bands go from the lowest to the highest.
+Flows in: the rows of ``staleness_curves``. Flows out: a PNG. Lines are means over seeds, bands go from the lowest to the highest. The
+command draws the rewards after training of rows that are kept.
 """
 
+import json
 import math
-from collections.abc import Sequence
+import sys
+from argparse import ArgumentParser
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,14 +39,36 @@ def draw_staleness_curves(rows: Sequence[dict[str, Any]], png: Path) -> None:
             curves = [dict(row["curve"]) for row in of_correction if row["staleness"] == bound]
             _line(axes, curves, f"S = {bound}", color)
         axes.set_title(correction, loc="left", fontsize=11, fontweight="bold")
-        axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        _clear(axes)
     if corrections:
         panels.flat[0].legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.supxlabel("optimizer step", fontsize=9)
     figure.supylabel("held-out reward", fontsize=9)
     figure.savefig(png)
+
+
+def draw_rewards(rows: Sequence[dict[str, Any]], names: Mapping[str, str], png: Path) -> None:
+    """Draw rewards after training over the bound to ``png``, a line per correction, with what ``names`` calls it."""
+    figure = Figure(figsize=(6.4, 3.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    of_seeds: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        of_seeds[row["correction"]][row["seed"]][row["staleness"]] = row["reward_after"]
+    for color, (correction, curves) in zip(_COLORS[1:], of_seeds.items(), strict=False):
+        _line(axes, list(curves.values()), names.get(correction, correction), color)
+    axes.set_xticks(sorted({row["staleness"] for row in rows}))
+    axes.set_xlabel("S (trainer.max_staleness_steps)", fontsize=9)
+    axes.set_ylabel(f"held-out reward after {rows[0]['steps']} steps", fontsize=9)
+    _clear(axes)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower left")
+    figure.savefig(png)
+
+
+def _clear(axes: Axes) -> None:
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _line(axes: Axes, curves: Sequence[dict[int, float]], label: str, color: str) -> None:
@@ -52,3 +79,19 @@ def _line(axes: Axes, curves: Sequence[dict[int, float]], label: str, color: str
     values = [[curve[step] for curve in curves] for step in steps]
     axes.plot(steps, [fmean(v) for v in values], color=color, linewidth=1.8, marker="o", markersize=3, label=label)
     axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, linewidth=0)
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, help="what staleness_curves has written")
+    parser.add_argument("png", type=Path)
+    parser.add_argument("--names", nargs="+", default=[], metavar="CORRECTION=NAME")
+    options = parser.parse_args()
+    draw_rewards(
+        json.loads(options.json.read_text())["rows"], dict(n.split("=", 1) for n in options.names), options.png
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

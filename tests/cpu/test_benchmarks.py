@@ -26,7 +26,7 @@ from benchmarks.estimator_figures import table as estimator_table
 from benchmarks.estimator_runs import RUNS, kept_rows, overrides, partial_credit
 from benchmarks.report import conditions, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
-from benchmarks.staleness_picture import draw_staleness_curves
+from benchmarks.staleness_picture import draw_rewards, draw_staleness_curves
 from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
@@ -420,6 +420,8 @@ def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
     for index, rows in enumerate(([], some[:1], some)):
         draw_staleness_curves(rows, tmp_path / f"{index}.png")
         assert (tmp_path / f"{index}.png").stat().st_size > 1000
+    draw_rewards(some, {"none": "as it is"}, tmp_path / "rewards.png")
+    assert (tmp_path / "rewards.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
