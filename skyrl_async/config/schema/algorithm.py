@@ -189,7 +189,9 @@ class DistillationConfig:
     ratio_clip: float | None = bounded(10.0, gt=1)
     """Largest teacher / student with forward_kl and no top_k: rare tokens that the teacher likes weigh no more. Null: no bound, no bias."""
     use_rewards: bool = False
-    """Add it to the advantages of the rewards. False: put it in their place; rewards are shown, and train nothing."""
+    """Add it to the advantages of the rewards. False: put it in their place; rewards are shown, and train nothing, nor is a critic started
+    for them.
+    """
     api_key: str | None = None
     """Key for the servers, the same for all. Null: none is sent."""
     timeout_s: float = bounded(600.0, gt=0)
