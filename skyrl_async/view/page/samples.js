@@ -292,7 +292,7 @@ function offerModes(select, isOffered) {
 
 // Each mode: a token's value, and the colour of a value; null: none. One with a column is offered where a sample has it.
 const hue = (h, strength = 1) => `hsl(${h} 70% var(--lightness) / ${strength})`;
-const strong = (value, most) => Math.min(1, Math.sqrt(Math.abs(value) / most)); // the root keeps small values visible
+const strong = (value, most) => Math.min(1, (Math.abs(value) / most) ** 0.4); // a root keeps small values visible
 const diverging = (value, most) => (value === null ? "" : hue(value < 0 ? 8 : 215, strong(value, most))); // red: below zero, blue: above
 const MODES = {
   version: { title: "policy version", of: (t) => t.version, color: (v) => (v === null ? "" : hue(versionHue(v))) },
