@@ -207,8 +207,8 @@ async def _other_weights(
 ) -> dict[int, list[Finding]]:
     """Version -> what is said of it, for versions whose loaded weights are not the run's.
 
-    They are not where engine and trainer agree, as recorded, on tokens that are not stale, and differ from these weights, and nothing else
-    explains all of it. An engine that disagrees with the trainer there is at fault whatever the weights are.
+    On tokens that are not stale, engine and trainer agree, as recorded, and differ from these weights, and nothing else explains all of it.
+    Other weights are no explanation of version 0. An engine that disagrees with the trainer is at fault whatever the weights are.
     """
     tokens, found = ideas.tokens, {}
     between, off = np.abs(tokens.recorded - tokens.trainer), np.abs(tokens.recorded - ideas.model)
@@ -220,7 +220,7 @@ async def _other_weights(
             continue
         say(f"looking for what else than other weights explains the gap of version {version}")
         is_agreed = np.logical_or.reduce(agreeing)
-        best = ideas.only(is_agreed).best(with_weights=False)
+        best = ideas.only(is_agreed).best(with_weights=version > 0)
         if best is None or best.explained < CLEAR:
             sizes = int(is_agreed.sum()), float(between[is_agreed].mean()), float(off[is_agreed].mean())
             told = "engine and trainer differ, as recorded, and the weights that could explain it are not there"
@@ -233,7 +233,7 @@ async def _other_weights(
 
 
 def _token_findings(ideas: Ideas, rounding: Rounding, now: str, say: Callable[[str], None]) -> list[Finding]:
-    """What explains the gap of each engine's tokens, the same of all engines once, and that of the trainer's."""
+    """What explains the gap of each engine's tokens, the same of all engines once, and that of the trainer."""
     tokens = ideas.tokens
     engines = sorted(set(tokens.engine[np.isfinite(ideas.model)]))
     found = [_explained(ideas, engine, tokens.engine == engine, rounding, now, say) for engine in engines]

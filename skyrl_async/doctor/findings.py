@@ -82,7 +82,7 @@ def seen_now(found: Sequence[Finding]) -> str:
 
 
 def other_weights_finding(version: int, source: Path, num_tokens: int, agreed: float, off: float) -> Finding:
-    """Say that the weights in ``source`` are not the run's.
+    """Say that the weights in ``source`` are not the run's: a fault unless they are those of version 0, which the run does not keep.
 
     Args:
         version: whose weights they should be.
@@ -94,10 +94,15 @@ def other_weights_finding(version: int, source: Path, num_tokens: int, agreed: f
     sentence = (
         f"{source} does not hold the weights that the run had: on {num_tokens:,} tokens that version {version} sampled and trained, engine "
         f"and trainer agree, as recorded, within {agreed:.2g} nats, and neither agrees with these weights. Tokens of version {version} are "
-        "judged no further; for that, run the doctor on the machine and the code of the run, name the run's own weights with "
-        "policy.path=DIRECTORY, or keep those of later versions with trainer.checkpoint_interval_steps or trainer.export_hf"
+        "judged no further; "
     )
-    return Finding(OTHER_WEIGHTS, f"version {version}", sentence, off, is_fault=False)
+    sentence += (
+        "resume from another checkpoint"
+        if version
+        else "for that, run the doctor on the machine and the code of the run, name the run's own weights with policy.path=DIRECTORY, or "
+        "keep those of later versions with trainer.checkpoint_interval_steps or trainer.export_hf"
+    )
+    return Finding(OTHER_WEIGHTS, f"version {version}", sentence, off, is_fault=version > 0)
 
 
 def explained_finding(

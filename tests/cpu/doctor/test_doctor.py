@@ -203,6 +203,15 @@ async def test_a_run_whose_first_policy_was_replaced_is_told_so_and_judged_by_it
     assert faults(health) == [("unexplained", "engine-1")]
 
 
+async def test_a_checkpoint_without_the_weights_that_were_trained_is_a_fault(run_dir: Path, tmp_path: Path) -> None:
+    own = make_policy(tmp_path / "own", seed=5, is_tied=True)
+    rows = await trained(await sampled(DeterministicEngine("engine-0", own)), own)
+    health = await examined(run_dir, rows)
+    assert faults(health) == [("other weights", f"version {TRAINED}")]
+    assert f"global_step_{TRAINED}/policy does not hold the weights" in health.findings[0].sentence
+    assert health.findings[0].sentence.endswith("resume from another checkpoint")
+
+
 async def test_the_run_that_ships_is_not_called_wrong_for_want_of_its_policy(policies: dict[int, Path]) -> None:
     shipped = Path(view.__file__).with_name("demo")
     health = await examine(shipped, num_rows=4, with_engine=False, overrides=[f"policy.path={policies[0]}"])
