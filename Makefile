@@ -27,15 +27,8 @@ format: ## format, and fix what can be fixed
 reference: ## write the pages that are made from the code
 	uv run python -m tests.cpu.reference_pages
 
-DEMO := skyrl_async/view/demo
-
 demo: ## record the run that the viewer shows with --demo
-	rm -rf $(DEMO) outputs/demo
-	uv run python -m skyrl_async.main trainer.output_dir=outputs/demo trainer.num_steps=40 trainer.max_staleness_steps=4 trainer.samples.keep=2
-	mkdir $(DEMO)
-	cd outputs/demo && cp -r config.yaml metrics.jsonl samples trace tokenizer.json ../../$(DEMO)
-	chmod 644 $(DEMO)/config.yaml
-	uv run python -c "from pathlib import Path; from skyrl_async.record.files import *; join(files_in(Path('$(DEMO)/samples')))"
+	uv run python -m tests.cpu.demo_run
 
 hooks: ## install the pre-commit hooks
 	uvx pre-commit install

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="skyrl_async.view", description="Shows what runs have recorded.")
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="directory of a run, such as outputs/RUN")
-    parser.add_argument("--demo", action="store_true", help="show a recorded run of the default task")
+    parser.add_argument("--demo", action="store_true", help="show a recorded run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--text", metavar="UID", help="print every sample of this prompt, turn by turn")
     what.add_argument("--export", type=Path, metavar="FILE", help="write a report in one HTML file")

@@ -512,12 +512,17 @@ def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.Captur
     assert "line 1 is no line of metrics" in capsys.readouterr().err
 
 
-def test_the_recorded_run_that_ships_is_shown(page: Page) -> None:
+def test_the_recorded_run_that_ships_shows_alarms_calls_branches_failures_and_a_death(page: Page) -> None:
     with served("--demo") as address:
         page.goto(address)
         expect(page.locator(".panel canvas").first).to_be_visible()
+        expect(page.locator(".alarm").first).to_contain_text("Harnesses leave 38% of the samples")
+        page.goto(f"{address}#/time")
+        page.locator("#waits table").wait_for()
+        page.evaluate("setWindow(0, time.spans.last), loadTime()")
+        assert page.evaluate("time.spans.spans.some((span) => span.name === 'death')")
         page.goto(f"{address}#/samples")
-        page.fill("#words", "extend")
-        page.press("#words", "Enter")
-        page.locator(".row:not(.head)", has_text="trained").first.click()
+        page.locator(".row:not(.head)").nth(5).click()
         expect(page.locator(".turn.assistant .token").first).to_be_visible()
+        expect(page.locator(".call b").first).to_have_text("look")
+        assert page.evaluate("browse.samples[0].some((s) => s.branch) && browse.samples[0].some((s) => s.reason)")
