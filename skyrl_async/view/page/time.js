@@ -44,7 +44,7 @@ function buildTime() {
   }, { passive: false });
   let from = null;
   canvas.addEventListener("pointerdown", (event) => { from = { x: event.clientX, begin: time.spans.begin, end: time.spans.end }; canvas.setPointerCapture(event.pointerId); });
-  canvas.addEventListener("pointerup", () => { from = null; });
+  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { from = null; }); // cancelled: a finger scrolls the page
   canvas.addEventListener("pointerleave", (event) => hintAt(event, ""));
   canvas.addEventListener("pointermove", (event) => {
     if (from) {
