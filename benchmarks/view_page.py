@@ -1,4 +1,4 @@
-"""The page over a long run: 1,000 steps with 100 figures and 120 spans each, and 100,000 samples of 200 tokens with their texts.
+"""The page over a long run: 1,000 steps with 100 figures and 112 spans each, and 100,000 samples of 200 tokens with their texts.
 
 ``boot_s``: from the command to its address. ``open_s``: from there to the first drawn chart, in headless Chromium. ``rows_s``: from a click
 to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``time_s``: from a
@@ -38,7 +38,8 @@ _STEP_S = 10.0
 
 def write_trace(directory: Path, num_steps: int) -> None:
     """Stages, weight updates, waits of the trainer and generated groups."""
-    trace = Trace(directory, lambda: 0.0)
+    begin = 0.0
+    trace = Trace(directory, lambda: begin)
     for step in range(num_steps):
         begin = _STEP_S * step
         for part in range(25):
