@@ -18,6 +18,8 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from skyrl_async.metrics.tracker import MAX_WAITING_BYTES, AppendedFile, replace_file
 from skyrl_async.runtime.disk_writer import DiskWriter
 
@@ -89,15 +91,15 @@ def _part_files(directory: Path) -> list[Path]:
 def _events(part: Path) -> Iterator[dict[str, Any]]:
     """Yield a part's events. A line that was cut off is left out; a part that was deleted meanwhile has none."""
     try:
-        file = part.open(encoding="utf-8", errors="replace")
+        file = part.open("rb")
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if line.startswith("{"):
+            if line.startswith(b"{"):
                 try:
-                    event = json.loads(line.rstrip(",\n"))
-                except ValueError:
+                    event = msgspec.json.decode(line.rstrip(b",\n"))
+                except msgspec.DecodeError:
                     continue
                 yield event
 
