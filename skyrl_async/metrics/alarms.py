@@ -115,6 +115,14 @@ RULES = (
         num_steps=3,
     ),
     Rule(
+        name="engines differ from the trainer",
+        metric="async/engine_logprob_gap",
+        is_bad=_at_least(0.15),
+        says="Asked for the same tokens, engines and trainer differ by up to {value:.2g} nats under the same version",
+        advice="uv run -m skyrl_async.doctor on the run's directory says why; from trainer.max_engine_logprob_gap on the run ends.",
+        num_steps=1,
+    ),
+    Rule(
         name="no signal, all wrong",
         metric="reward/zero_variance_frac",
         is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 1.0) < 0.5 and _TEACHER not in row,
@@ -248,7 +256,8 @@ def is_read(metric: str) -> bool:
 def _slowest(rows: Sequence[Row]) -> str:
     """Which engine is the slowest in the newest step that tells; empty without one."""
     for row in reversed(rows):
-        if speeds := {found[1]: value for name, value in row.items() if (found := _SPEED.fullmatch(name))}:
+        speeds = {found[1]: value for name, value in row.items() if (found := _SPEED.fullmatch(name))}
+        if speeds and _SLOWEST in row:  # else the slowest may not have ended a call
             return f": {min(speeds, key=speeds.__getitem__)}"
     return ""
 

@@ -61,6 +61,7 @@ def _show(given: argparse.Namespace) -> None:
                 failures.append(error)
         if len(failures) == len(directories):
             raise ConfigError("\n".join(map(str, failures)))
+        sys.stderr.writelines(f"{failure}\n" for failure in failures)
         return
     if given.export is not None:
         from skyrl_async.view.report import write_report

@@ -31,6 +31,7 @@ class MetricsFile:
         self.num_restarts += 1
         self._identity = identity
         self._offset = self.num_lines = 0
+        self._problem: str | None = None
         self._index: dict[int, int] = {}
         self._columns: dict[str, array[float]] = {}
         self._not_finite: set[tuple[str, int]] = set()
@@ -47,7 +48,7 @@ class MetricsFile:
         return sorted(self._columns)
 
     def read(self) -> None:
-        """Take in new lines, but for an incomplete last one. Raises ``CheckpointError`` if another is no JSON object."""
+        """Take in new lines, but for an incomplete last one. Raises ``CheckpointError``, each time, if any but that is no JSON object."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -63,16 +64,19 @@ class MetricsFile:
                 self._offset += len(line)
                 self.num_lines += 1
                 self._add(line)
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
 
     def _add(self, line: bytes) -> None:
         try:
             row: dict[str, Any] = msgspec.json.decode(line)
             step = int(row["step"])
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
+            self._problem = self._problem or (
                 f"{self._path} is damaged, or not of skyrl_async: line {self.num_lines} is no line of metrics "
                 f"({f'it has no {error}' if isinstance(error, KeyError) else error}); take it out"
-            ) from error
+            )
+            return
         index = self._index.setdefault(step, len(self._index))
         self._not_finite |= {(name, index) for name, value in row.items() if value is None}
         for name, value in {**row, **engine_figures(row.get("engines") or {})}.items():

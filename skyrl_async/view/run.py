@@ -15,7 +15,7 @@ import yaml
 
 from skyrl_async.columns import fields_of
 from skyrl_async.config.help import flat
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.alarms import Alarm, alarms, is_read
 from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
 from skyrl_async.record.ended import Outcome
@@ -61,17 +61,20 @@ class ViewedRun:
         self._reading = Lock()
         self._alarms: list[Alarm] = []
         """Those of the answer before."""
+        self._alarms_of = (0, 0)
+        """Restarts and steps that it saw."""
         self._tokenizer: Tokenizer | None = None
 
     def overview(self) -> dict[str, Any]:
         """State and alarms."""
         files = files_in(self.directory / DIRECTORY)
         with self._reading:
-            num_restarts, num_steps = self._metrics.num_restarts, len(self._metrics.steps)
-            self._metrics.read()
+            problem = self._read_metrics()
             steps = self._metrics.steps
+            num_restarts, num_steps = self._alarms_of
             if self._metrics.num_restarts != num_restarts:
                 num_steps, self._alarms = 0, []
+            self._alarms_of = self._metrics.num_restarts, len(steps)
             rows = self._metrics.rows(max(_ALARM_STEPS, len(steps) - num_steps), is_read)
             self._alarms = list(alarms(rows, self._failures, self._alarms))
             return EMPTY | {
@@ -84,7 +87,16 @@ class ViewedRun:
                 "seconds_since": self.seconds_since_written(),
                 "metrics": self._metrics.names,
                 "alarms": [asdict(alarm) for alarm in self._alarms],
+                "error": problem,
             }
+
+    def _read_metrics(self) -> str | None:
+        """Read on; returns what is wrong with the file. What is right in it is shown."""
+        try:
+            self._metrics.read()
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def seconds_since_written(self) -> float:
         """Age of what was written last."""
@@ -95,7 +107,10 @@ class ViewedRun:
         """Why the newest samples failed."""
         files = files_in(self.directory / DIRECTORY)
         begin = max(0, files[-1].end - _FAILURE_ROWS) if files else 0
-        rows = read_samples(self.directory, ["outcome", "reason", "num_response_tokens"], begin=begin).to_pylist()
+        try:
+            rows = read_samples(self.directory, ["outcome", "reason", "num_response_tokens"], begin=begin).to_pylist()
+        except CheckpointError:  # the table of samples says so
+            return []
         # Finished samples of a group that failed have tokens.
         failed = (row for row in rows if row["outcome"] == Outcome.FAILED and row["num_response_tokens"] is None)
         return [row["reason"] for row in failed]
@@ -111,7 +126,7 @@ class ViewedRun:
     ) -> dict[str, Sequence[float]]:
         """The figures of these names by step; ``MetricsFile.series`` says what each holds. None: from the first or to the last."""
         with self._reading:
-            self._metrics.read()
+            self._read_metrics()
             return self._metrics.series(
                 names, by, -math.inf if begin is None else begin, math.inf if end is None else end
             )
@@ -161,6 +176,7 @@ class ViewedRun:
         end = last if end is None else end
         begin = max(0.0, end - 60) if begin is None else begin
         spans = list(read_spans(self.directory, begin, end))
+        before = list(self._served_at(begin))
         shortest = (end - begin) / _PIXELS
         drawn, short = list[Span](), list[Span]()
         for span in spans:
@@ -171,9 +187,21 @@ class ViewedRun:
             "end": end,
             "last": last,
             "num_short": len(short),
-            "spans": [fields_of(span) for span in (*drawn, *put_together(short, shortest))],
+            "spans": [fields_of(span) for span in (*before, *drawn, *put_together(short, shortest))],
             "waits": longest_waits(spans),
         }
+
+    def _served_at(self, begin: float) -> Iterator[Span]:
+        """The last loads of engines before a time, and the weights gathered since the first of them: what engines serve then."""
+        for seconds in (600.0, 6000.0, math.inf):
+            spans = [span for span in read_spans(self.directory, begin - seconds, begin) if span.end <= begin]
+            of_engines = sorted((s for s in spans if s.track.startswith("engines/")), key=lambda span: span.begin)
+            last = {span.track: span for span in of_engines}
+            if any(span.name == "load" for span in last.values()):
+                first = min(span.begin for span in last.values())
+                yield from last.values()
+                yield from (span for span in spans if span.name == "gather" and span.begin >= first)
+                return
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str] | None:
         """The text that each token adds; of a character in several tokens the last one has it."""
@@ -203,13 +231,15 @@ def _version_range(versions: "pa.Array") -> tuple[list[int | None], list[int | N
 
 
 def put_together(spans: Iterable[Span], pixel_s: float) -> Iterator[Span]:
-    """Blocks of neighbouring pixels in which spans of a row begin, work and waiting apart; ``share`` is what part of its time they fill."""
+    """Blocks of up to eight pixels in which spans of a row begin, work and waiting apart; ``share`` is what part of it they fill."""
     rows: defaultdict[tuple[str, int, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         kind = span.name if span.name.startswith("waiting for") else ""
         rows[span.track, span.lane, kind][int(span.begin / pixel_s)].append(span.end - span.begin)
     for (track, lane, kind), pixels in rows.items():
-        for _, block in groupby(enumerate(sorted(pixels)), lambda numbered: numbered[1] - numbered[0]):
+        for _, block in groupby(
+            enumerate(sorted(pixels)), lambda numbered: (numbered[1] - numbered[0], numbered[1] // 8)
+        ):
             places = [place for _, place in block]
             seconds = [of_one for place in places for of_one in pixels[place]]
             begin, end = places[0] * pixel_s, (places[-1] + 1) * pixel_s

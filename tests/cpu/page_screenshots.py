@@ -24,6 +24,7 @@ def main() -> None:
             page = opened(browser, f"{address}#/run", height=900)
             page.locator(".panel canvas").nth(8).wait_for()
             page.evaluate("byId('differences').after(document.querySelector('.panels'))")  # both on one picture
+            page.evaluate("byId('differences').style.marginBottom = '16px'")
             take(page, "view_runs")
         browser.close()
 
@@ -54,7 +55,7 @@ def take_all(browser: Browser, address: str) -> None:
     show_sample(page, "trained", "s.branch")
     page.locator(".tree .tree").first.wait_for()
     take(page, "view_branches")
-    page = opened(browser, f"{address}#/samples", width=760, height=900, color_scheme="dark")
+    page = opened(browser, f"{address}#/samples", width=420, height=900, color_scheme="dark")
     show_sample(page, "trained", "s.last_version > s.first_version && s.num_turns > 5 && s.reward === 1")
     page.evaluate("byId('rows').scrollLeft = 0; document.querySelector('.detail').scrollIntoView()")
     page.evaluate("scrollBy(0, -60)")  # the header stays above
@@ -98,10 +99,10 @@ def two_runs(directory: Path) -> list[Path]:
 
 
 def take(page: Page, name: str) -> None:
-    """Write a picture once the page has come to rest; 256 colours are as good, and a third of the bytes."""
+    """Write a picture once the page has come to rest; the 256 colours that cover most are as good, and a third of the bytes."""
     page.mouse.move(0, 0)
     page.wait_for_timeout(600)
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256)
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
     picture.save(IMAGES / f"{name}.png", optimize=True)
 
 

@@ -35,7 +35,7 @@ function fromReport(what, { run = 0, begin, end, row, words } = {}) {
   if (what === "overview") return RECORDED.overview;
   const of = RECORDED.runs[run];
   if (what === "series") return of.series;
-  if (what === "samples") return begin ? null : of.samples;
+  if (what === "samples") return begin > (of.samples.row.at(-1) ?? 0) ? null : of.samples;
   if (what === "spans") return { ...of.spans, begin: begin ?? of.spans.begin, end: end ?? of.spans.end };
   if (what === "sample") {
     if (!(row in of.rows)) throw new Error("The text of this sample is not in this report, which has the newest.");

@@ -104,7 +104,7 @@ function linesOf(panel) {
         run, name, values: series[name], x: figures.byTime ? series.time_s : series.step,
         label: label || name,
         color: COLORS[(several ? run : index) % COLORS.length],
-        dash: several && index ? [[6, 3], [2, 3], [8, 3, 2, 3]][index - 1] : [],
+        dash: several && index ? [[6, 3], [2, 3], [8, 3, 2, 3]][(index - 1) % 3] : [],
         isSparse: series[name].filter((value) => value !== null).length < series[name].length / 2,
       });
     });

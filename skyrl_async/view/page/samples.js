@@ -81,9 +81,11 @@ async function takeNewSamples() {
     }
     if (have.length > 2 * NEWEST) have.splice(0, have.length - NEWEST);
   }
-  const isFound = await searchNew();
-  if (isNew) drawChoices();
-  if (isNew || isFound) filterRows();
+  if (isNew) {
+    drawChoices();
+    filterRows();
+  }
+  await searchNew();
   if (problem) throw problem;
 }
 
@@ -129,11 +131,11 @@ function setWords(words) {
   Object.assign(browse, { words, found: words ? [] : null, searched: [], isCut: false });
 }
 
-// Search the rows that have not been searched; says whether there were any. One search at a time, as two would ask for the same rows.
+// Search the rows that have not been searched, and show what is found in them.
 const MOST_FOUND = 10_000; // of one answer
 async function searchNew() {
   const { words } = browse;
-  if (!words) return false;
+  if (!words) return;
   const searches = browse.samples.map(async (have, run) => {
     const end = have.length ? have.at(-1).row + 1 : 0, restarts = browse.restarts[run];
     const before = browse.searched[run]?.restarts === restarts ? browse.searched[run].end : 0;
@@ -145,7 +147,9 @@ async function searchNew() {
     browse.isCut ||= rows.length === MOST_FOUND;
     return true;
   });
-  return (await Promise.all(searches)).includes(true);
+  const ended = await Promise.allSettled(searches), failed = ended.find((one) => one.status === "rejected");
+  if (ended.some((one) => one.value)) filterRows();
+  if (failed) throw failed.reason;
 }
 
 function clearFilters() {
@@ -213,7 +217,7 @@ function drawRows() {
 // From another view: #/samples?run=0&uid=..., or &row=...
 async function openSamples(query) {
   if (!query.has("uid") && !query.has("row")) return;
-  await refreshSamples();
+  await refreshSamples().catch(showProblem);
   clearFilters();
   byId("of-uid").value = query.get("uid") || "";
   filterRows();

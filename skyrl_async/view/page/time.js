@@ -2,7 +2,7 @@
 "use strict";
 
 const MOST_LANES = 12, ROW = 22, TOP = 24;
-const time = { run: 0, begin: null, end: null, rows: [], spans: null, wide: null, follows: true };
+const time = { run: 0, begin: null, end: null, rows: [], spans: null, follows: true };
 
 const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
@@ -38,12 +38,13 @@ function buildTime() {
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.shiftKey) return;
     event.preventDefault();
+    if (!time.spans) return;
     const { begin, end } = time.spans, at = begin + ((event.offsetX - left()) / (canvas.clientWidth - left())) * (end - begin);
     const factor = (event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8; // some systems turn shift + wheel sideways
     setWindow(at - (at - begin) * factor, at + (end - at) * factor);
   }, { passive: false });
   let from = null;
-  canvas.addEventListener("pointerdown", (event) => { from = { x: event.clientX, begin: time.spans.begin, end: time.spans.end }; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerdown", (event) => { if (!time.spans) return; from = { x: event.clientX, begin: time.spans.begin, end: time.spans.end }; canvas.setPointerCapture(event.pointerId); });
   for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { from = null; }); // cancelled: a finger scrolls the page
   canvas.addEventListener("pointerleave", (event) => hintAt(event, ""));
   canvas.addEventListener("pointermove", (event) => {
@@ -88,15 +89,12 @@ async function loadTime() {
     showError(byId("waits"), error);
     return;
   }
-  const { run, spans, wide } = time;
-  if (!wide || wide.run !== run || spans.begin < wide.begin || spans.end > wide.end) time.wide = { ...spans, run, spans: [...spans.spans] };
-  spans.spans = spans.spans.concat(ofEngines({ ...time.wide, end: spans.end }));
+  time.spans.spans = time.spans.spans.concat(ofEngines(time.spans));
   drawTime();
   drawWaits();
 }
 
 // What each engine served between its loads, since when the trainer was how far ahead of it, and its pauses.
-// A part of a time that is known needs the loads before it.
 function ofEngines({ spans, end }) {
   const of = {}, gathers = spans.filter((span) => span.name === "gather").sort((a, b) => a.begin - b.begin);
   const pauses = new Map(spans.filter((span) => span.track === "publish/pause").map((span) => [span.args.version, span]));
@@ -104,13 +102,24 @@ function ofEngines({ spans, end }) {
   return Object.values(of).flatMap((changes) => changes.sort((a, b) => a.begin - b.begin).flatMap((change, i) => {
     const { version, acknowledge_s: acknowledged } = change.args, pause = pauses.get(version), until = changes[i + 1]?.begin ?? end, found = [];
     if (change.name === "load" && until > change.end) {
-      const newer = gathers.filter((gather) => gather.args.version > version && gather.begin < until);
+      const newer = gathers.slice(numOf(gathers, (gather) => gather.args.version <= version), numOf(gathers, (gather) => gather.begin < until));
       const behind = newer.map((gather) => ({ begin: gather.begin, steps: gather.args.version - version }));
       found.push({ ...change, name: "serves", begin: change.end, end: until, behind, args: { version, "steps behind at the end": behind.at(-1)?.steps ?? 0 } });
     }
     if (change.name === "load" && pause) found.push({ ...pause, track: change.track, lane: change.lane, begin: acknowledged === undefined ? pause.begin : change.begin + acknowledged });
     return found;
   }));
+}
+
+// How many spans of a list that begins with them are so.
+function numOf(spans, isSo) {
+  let low = 0, high = spans.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (isSo(spans[middle])) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 const left = () => (byId("timeline").parentElement.clientWidth < 600 ? 96 : 150); // room for the names of rows
@@ -140,7 +149,8 @@ function drawTime() {
   draw.fillStyle = color("--soft");
   draw.strokeStyle = color("--line");
   for (let tick = Math.ceil(begin / step) * step; tick < end; tick += step) {
-    draw.fillText(clock(tick, step), x(tick) + 3, 10);
+    const text = clock(tick, step);
+    if (x(tick) + 3 + draw.measureText(text).width <= width) draw.fillText(text, x(tick) + 3, 10);
     draw.beginPath(); draw.moveTo(x(tick), 0); draw.lineTo(x(tick), height); draw.stroke();
   }
   time.rows.forEach((span, row) => {

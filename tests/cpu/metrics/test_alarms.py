@@ -16,6 +16,7 @@ HEALTHY = {
     "generate/filtered_frac": 0.3,
     "generate/truncated_frac": 0.05,
     "policy/lag0_behavior_kl": 0.0008,
+    "async/engine_logprob_gap": 0.01,
     "policy/ess": 0.97,
     "policy/correction_masked": 0.01,
     "policy/entropy": 0.4,
@@ -33,6 +34,7 @@ FAULTS: dict[str, dict[str, float]] = {
     "abandoned samples": {"generate/abandoned_frac": 0.5},
     "slow engine": {"engines/slowest_frac": 0.3},
     "engines hold other weights": {"policy/lag0_behavior_kl": 0.08},
+    "engines differ from the trainer": {"async/engine_logprob_gap": 0.2},
     "no signal, all wrong": {"reward/zero_variance_frac": 1.0, "reward/mean": 0.0},
     "no signal, all right": {"reward/zero_variance_frac": 0.95, "reward/mean": 1.0},
     "nothing passes the filter": {"generate/filtered_frac": 0.9},
@@ -94,6 +96,15 @@ def test_the_alarm_on_failing_samples_names_the_commonest_reason_and_its_share()
     assert found.says.endswith("x ...") and len(found.says) < 300
     (found,) = alarms(rows)
     assert found.says == "20% of the samples fail"
+
+
+def test_a_slow_engine_is_named_where_all_have_ended_calls() -> None:
+    fault = FAULTS["slow engine"]
+    speeds = {"engine/fast/tokens_per_call_second": 9.0}
+    rows = steps(*[fault | speeds | {"engine/slow/tokens_per_call_second": 2.0}] * 9)
+    newest = {name: value for name, value in HEALTHY.items() if name != "engines/slowest_frac"}
+    (found,) = alarms([*rows, {**newest, **speeds, "step": 10}])
+    assert found.says.endswith("the others do: slow")
 
 
 def test_the_first_steps_are_left_out() -> None:

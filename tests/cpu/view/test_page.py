@@ -208,6 +208,15 @@ def test_two_runs_are_drawn_over_each_other_with_what_differs(run_dir: Path, pag
         assert dashes == [False, False, True, True]
 
 
+def test_a_chart_of_several_runs_has_as_many_lines_as_engines(run_dir: Path, page: Page, tmp_path: Path) -> None:
+    lags = {f"engine-{i}": {"lag_steps": i} for i in range(6)}
+    append(run_dir / "metrics.jsonl", *({"step": n, "time_s": 2.0 * n, "engines": lags} for n in range(9, 12)))
+    shutil.copytree(run_dir, tmp_path / "second")
+    with served(run_dir, tmp_path / "second") as address:
+        page.goto(address)
+        expect(page.locator(".legend").get_by_text("engine-5").first).to_be_visible()
+
+
 def test_runs_of_different_tasks_are_said_not_to_compare(run_dir: Path, page: Page, tmp_path: Path) -> None:
     runs = []
     for name in ("relay", "trail"):
@@ -516,7 +525,7 @@ def test_the_recorded_run_that_ships_shows_alarms_calls_branches_failures_and_a_
     with served("--demo") as address:
         page.goto(address)
         expect(page.locator(".panel canvas").first).to_be_visible()
-        expect(page.locator(".alarm").first).to_contain_text("Harnesses leave 38% of the samples")
+        expect(page.locator(".alarm").first).to_contain_text("of the samples without a reward")
         page.goto(f"{address}#/time")
         page.locator("#waits table").wait_for()
         page.evaluate("setWindow(0, time.spans.last), loadTime()")

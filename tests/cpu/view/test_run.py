@@ -80,9 +80,14 @@ def test_a_long_series_is_thinned_to_means_and_loses_no_rare_value(tmp_path: Pat
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(step(1)) + "\n{broken\n")
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged, or not.*: line 2 is no line of metrics"):
-        MetricsFile(path).read()
+    append(path, step(1))
+    append(path, end="{broken\n")
+    append(path, step(2))
+    metrics = MetricsFile(path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl is damaged, or not.*: line 2 is no line of metrics"):
+            metrics.read()
+    assert metrics.steps == [1, 2], "what is right is shown"
     path.write_text('{"_step": 1, "loss": 0.5}\n')
     with pytest.raises(CheckpointError, match=r"line 1 is no line of metrics \(it has no 'step'\)"):
         MetricsFile(path).read()
@@ -182,15 +187,31 @@ def test_short_spans_of_a_row_are_put_together_with_the_share_of_time_that_they_
     for begin in range(100, 200):
         trace.past_span(f"p{begin}", "stages/train", float(begin), begin + 0.25)
         trace.past_span("waiting for input", "stages/train", begin + 0.25, begin + 1.0)
+    for begin in range(200, 300):
+        trace.past_span(f"p{begin}", "stages/train", float(begin), begin + 0.75)
     trace.past_span("load", "engines/engine-0", 150.0, 150.01, version=1)
     trace.past_span("group", "generation", 0.0, 5000.0)
     trace.close()
     found = ViewedRun(tmp_path).spans(0.0, 5000.0)
-    of = {(span["track"], span["name"]): span for span in found["spans"]}
-    assert len(of) == len(found["spans"]) == 4 and found["num_short"] == 200
-    assert of["stages/train", "short spans"]["args"] == {"spans": 100, "share": 0.25}
-    assert of["stages/train", "waiting for input"]["args"]["share"] == 0.75
-    assert (of["stages/train", "short spans"]["begin"], of["stages/train", "short spans"]["end"]) == (100.0, 200.0)
+    assert found["num_short"] == 300
+    work = [span for span in found["spans"] if span["name"] == "short spans"]
+    assert (work[0]["begin"], work[-1]["end"], sum(span["args"]["spans"] for span in work)) == (100.0, 300.0, 200)
+    assert (work[0]["args"]["share"], work[-1]["args"]["share"]) == (0.25, 0.75), "one sees when it changed"
+    (waiting,) = {span["args"]["share"] for span in found["spans"] if span["name"] == "waiting for input"}
+    assert waiting == 0.75 and [span["name"] for span in found["spans"]].count("load") == 1
+
+
+def test_what_engines_serve_is_known_however_long_ago_they_loaded_it(run: ViewedRun) -> None:
+    trace = Trace(run.directory / "trace", lambda: 0.0)
+    trace.past_span("load", "engines/engine-0", 10.0, 11.0, version=1)
+    trace.past_span("gather", "publish", 20.0, 21.0, version=2)
+    trace.past_span("load", "engines/engine-1", 22.0, 23.0, version=2)
+    trace.past_span("step", "training", 3000.0, 3001.0)
+    trace.close()
+    found = run.spans(None, None)["spans"]
+    assert [(span["track"], span["name"]) for span in found] == [
+        *(("engines/engine-0", "load"), ("engines/engine-1", "load"), ("publish", "gather"), ("training", "step")),
+    ]
 
 
 def test_configurations_are_compared_by_key() -> None:
