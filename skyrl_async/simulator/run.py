@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,6 @@ def lognormal_length(
     location = math.log(mean) - sigma**2 / 2
     longest = round(longest_over_mean * mean)
 
-    @lru_cache(maxsize=1 << 16)  # asked for again when a call continues
     def length(prompt: tuple[int, ...], request_seed: int | None) -> int:
         drawn = random.Random(f"{seed}-{prompt}-{request_seed}").lognormvariate(location, sigma)
         return max(1, min(round(drawn), longest))
