@@ -99,7 +99,7 @@ def two_runs(directory: Path) -> list[Path]:
 
 
 def take(page: Page, name: str) -> None:
-    """Write a picture once the page has come to rest; 256 colours near to those of most points and of the legend take a third of the bytes."""
+    """Write a picture once the page has come to rest; 256 colours near to all take a third of the bytes."""
     page.mouse.move(0, 0)
     page.wait_for_timeout(600)
     picture = (
