@@ -9,11 +9,11 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import arguments, conditions, report
+from benchmarks.report import arguments, conditions, kept_rows, report
 from skyrl_async.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_async.config.load import from_overrides
 from skyrl_async.tasks.lagged_fibonacci import score, worked_answer
@@ -79,17 +79,6 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
     return row
 
 
-def kept_rows(path: Path | None, names: Sequence[str], seed: int) -> list[dict[str, Any]]:
-    """The rows of an earlier invocation but for ``names``, each with the commit that it is of. Exits where that had another seed."""
-    if path is None or not path.exists():
-        return []
-    written = json.loads(path.read_text())
-    before = written["conditions"]
-    if before["seed"] != seed:
-        raise SystemExit(f"{path} holds rows of --seed {before['seed']}, got --seed {seed}; name another file")
-    return [{"commit": before["commit"]} | row for row in written["rows"] if row["estimator"] not in names]
-
-
 def main() -> int:
     """Run it."""
     parser = arguments(__doc__ or "")
@@ -98,7 +87,7 @@ def main() -> int:
     given = parser.parse_args()
     before = conditions(seed=given.seed)
     names = given.only or (("grpo", "gae") if given.quick else RUNS)
-    rows = kept_rows(given.json, names, given.seed) if given.only else []
+    rows = kept_rows(given.json, given.seed, lambda row: row["estimator"] in names) if given.only else []
     with tempfile.TemporaryDirectory() as work:
         for number, name in enumerate(names):
             row = run(name, given.steps, given.seed, Path(work) / str(number))

