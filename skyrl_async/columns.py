@@ -176,10 +176,6 @@ class VersionSpans:
         """The versions that occur."""
         return {version for version, _ in self.spans}
 
-    def masked(self, mask: Mask, version: int) -> "VersionSpans":
-        """Those of the tokens in the mask; ``version`` for the others."""
-        return self if mask.all() else VersionSpans.of(np.where(mask, np.asarray(self), np.int32(version)))
-
     def __len__(self) -> int:
         return self.spans[-1][1] if self.spans else 0
 

@@ -287,9 +287,9 @@ class Trajectory:
     loss_mask: Mask
     """(T,) bool: the tokens that the policy sampled and that are trained; the environment's are not."""
     logprobs: Logprobs
-    """(T,) float32: behavior log-probs in nats; 0.0 outside the mask."""
+    """(T,) float32: behavior log-probs in nats; 0.0 for the environment's tokens."""
     versions: VersionSpans
-    """(T,) policy version per token; ``ENVIRONMENT_VERSION`` for the environment's."""
+    """(T,) policy version per token, trained or not; ``ENVIRONMENT_VERSION`` for the environment's."""
     reward: float
     """Sum of the environment's rewards."""
     shaped_reward: float | None = None

@@ -119,16 +119,18 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
             kind = version, _engine(found["engines"]), version == found["old_version"]
             kept.setdefault(kind, []).append(found["row"])
 
-    def readable(numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        """From the newest on, those whose tokens have not been thinned out."""
+    def readable(version: int, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
+        """From the newest on, those whose tokens have not been thinned out, some of this version trained."""
         for number in reversed(numbers):
             found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
-            if found["response_token_ids"] is not None and len((row := _row(found)).places):
+            if found["response_token_ids"] is not None and version in Tokens.of([row := _row(found)]).version:
                 yield number, row
 
     rows: dict[int, Row] = {}
     # One of each kind in turn.
-    for number, row in filter(None, chain.from_iterable(zip_longest(*map(readable, kept.values())))):
+    for number, row in filter(
+        None, chain.from_iterable(zip_longest(*(readable(version, numbers) for (version, *_), numbers in kept.items())))
+    ):
         rows[number] = row
         if len(rows) == num_rows:
             break

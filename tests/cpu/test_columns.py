@@ -120,13 +120,6 @@ def test_a_constant_version_is_that_of_every_token(version: int, num_tokens: int
     assert VersionSpans.constant(version, num_tokens) == VersionSpans.of([version] * num_tokens)
 
 
-@given(tokens=st.lists(st.tuples(st.integers(-1, 2), st.booleans()), max_size=12))
-def test_tokens_outside_a_mask_get_the_other_version(tokens: list[tuple[int, bool]]) -> None:
-    spans = VersionSpans.of([version for version, _ in tokens])
-    masked = spans.masked(column([is_in for _, is_in in tokens], np.bool_), 9)
-    assert tuple(masked) == tuple(version if is_in else 9 for version, is_in in tokens)
-
-
 def test_versions_that_are_no_integers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^row\.versions must be a sequence of int32, got float64"):
         VersionSpans.of([0.5], "row.versions")  # type: ignore[list-item]

@@ -5,8 +5,8 @@
     turn 4                              row 2: 4 trained (its history was rewritten)
     turn 5                              no row: a side request
 
-Ids, log-probs and versions are those sampled, and each sampled token is trained in at most one row. Does not know how turns are matched,
-nor advantages.
+Ids, log-probs and versions are those sampled, trained or not, and each sampled token is trained in at most one row. Does not know how
+turns are matched, nor advantages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -115,8 +115,8 @@ def _row(
         num_before += len(added.token_ids)
         token_ids.append(added.token_ids)
         loss_mask.append(mask)
-        logprobs.append(np.where(mask, added.logprobs, np.float32(0.0)))
-        versions.append(added.versions.masked(mask, ENVIRONMENT_VERSION))
+        logprobs.append(added.logprobs)
+        versions.append(added.versions)
         if token_rewards:
             of_turn = token_rewards[turn.index]
             rewards.append(of_turn if turn in own else np.zeros_like(of_turn))

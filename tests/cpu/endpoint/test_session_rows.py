@@ -1,6 +1,7 @@
 """A session's rows hold what was sampled, each token trained once; the rest is context."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,8 @@ def test_the_first_row_with_a_shared_turn_trains_it(forked: Policy) -> None:
     main, branch, rewritten = rows(forked.tree, reward=1.0)
     assert main.loss_mask.tolist() == [1, 1, 0, 1, 1, 1, 0, 1]
     assert branch.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert tuple(branch.versions[:3]) == (ENVIRONMENT_VERSION,) * 3 and branch.logprobs[:3].tolist() == [0.0] * 3
+    assert tuple(branch.versions[:3]) == (*main.versions[:2], ENVIRONMENT_VERSION)
+    assert branch.logprobs[:3].tolist() == [*main.logprobs[:2], 0.0]
     assert branch.response_token_ids[:2].tolist() == main.response_token_ids[:2].tolist()
     assert np.array_equal(rewritten.prompt_token_ids, forked.tree.turns[4].addition.prompt_token_ids)
     assert rewritten.loss_mask.tolist() == [1]
@@ -260,13 +262,12 @@ def test_turns_under_a_grammar_are_context_unless_they_may_be_trained(
 ) -> None:
     policy.answer([user("a")], assistant("b"), num_tokens=3, logprobs=(0.0, -0.5, -0.0), is_constrained=True, version=7)
     policy.answer([user("a"), assistant("b"), user("c")], assistant("d"), num_tokens=1, version=7)
-    unknown = ENVIRONMENT_VERSION
     row = only(rows(policy.tree, reward=1.0))
     assert row.loss_mask.tolist() == [0, 0, 0, 0, 1]
-    assert tuple(row.versions) == (unknown, unknown, unknown, unknown, 7)
+    assert tuple(row.versions) == (7, 7, 7, ENVIRONMENT_VERSION, 7)
+    assert row.logprobs[:4].tolist() == [0.0, -0.5, 0.0, 0.0]
     row = only(rows(policy.tree, reward=1.0, trains_constrained=True))
     assert row.loss_mask.tolist() == [0, 1, 0, 0, 1]
-    assert tuple(row.versions) == (unknown, 7, unknown, unknown, 7)
 
 
 def test_certain_tokens_of_free_turns_are_trained(policy: Policy) -> None:
@@ -283,13 +284,13 @@ def test_a_row_with_nothing_to_train_is_dropped_unless_it_is_the_only_one(policy
     assert (free.loss_mask.tolist(), free.weight) == ([1, 1], 1.0)
 
 
-def test_an_abandoned_session_trains_nothing(forked: Policy) -> None:
-    found = rows(forked.tree, reward=0.0, is_abandoned=True)
+def test_an_abandoned_session_trains_nothing_and_keeps_what_was_sampled(forked: Policy) -> None:
+    found, finished = rows(forked.tree, reward=0.0, is_abandoned=True), rows(forked.tree, reward=1.0)
     assert len(found) == 3
     assert sum(row.weight for row in found) == pytest.approx(1)
-    for row in found:
+    for row, whole in zip(found, finished, strict=True):
         assert row.is_abandoned and row.num_sampled_tokens == 0
-        assert set(row.versions) == {ENVIRONMENT_VERSION} and set(row.logprobs) == {0.0}
+        assert row.versions == whole.versions and np.array_equal(row.logprobs, whole.logprobs)
 
 
 def test_a_session_without_turns_has_no_rows() -> None:
@@ -360,43 +361,46 @@ def test_each_sampled_token_is_trained_once_unless_it_is_of_a_side_request(
     if found:
         assert sum(row.weight for row in found) == pytest.approx(1)
     of_task = [turn for turn in tree.turns if trains_all or turn not in tree.side_requests]
-    sampled = {i: sample for turn in of_task for i, *sample in samples(turn, trains_constrained)}
+    sampled = {
+        i
+        for turn in of_task
+        for i, logprob, _ in samples(turn)
+        if not turn.is_constrained or (trains_constrained and logprob != 0.0)
+    }
     trained = Counter(i for row in found for i, mask in zip(row.response_token_ids, row.loss_mask, strict=True) if mask)
     assert max(trained.values(), default=1) == 1
-    assert trained.keys() <= sampled.keys()
+    assert trained.keys() <= sampled
     if branches is BranchPolicyName.all and not is_abandoned:
-        assert trained.keys() == sampled.keys()
+        assert trained.keys() == sampled
         if sampled:
             assert sum(row.num_aborts for row in found) <= sum(turn.addition.num_aborts for turn in tree.turns)
     for row in found:
-        check_row(row, tree, sampled)
+        check_row(row, tree)
         assert row.is_abandoned == is_abandoned and (row.is_truncated or not is_truncated)
 
 
-def samples(turn: Turn, trains_constrained: bool) -> list[tuple[int, float, int]]:
-    """Id, log-prob and version of the tokens that are to be trained."""
-    if turn.is_constrained and not trains_constrained:
-        return []
-    added = turn.addition
-    together = zip(added.token_ids, added.logprobs, added.versions, strict=True)
-    return [sample for sample in together if not (turn.is_constrained and sample[1] == 0.0)]
+def samples(turn: Turn) -> Iterator[tuple[int, float, int]]:
+    """Id, log-prob and version of its tokens."""
+    return zip(turn.addition.token_ids, turn.addition.logprobs, turn.addition.versions, strict=True)
 
 
-def check_row(row: Trajectory, tree: TurnTree, sampled: dict[int, list[float]]) -> None:
-    """It is a leaf's ids exactly, and says of each token what its engine said, or nothing."""
+def check_row(row: Trajectory, tree: TurnTree) -> None:
+    """It is a leaf's ids exactly, and says of each sampled token what its engine said."""
     leaves = set(tree.turns) - {turn.parent for turn in tree.turns}
     (leaf, *_) = [turn for turn in leaves if turn.token_ids.tolist() == ids_of(row)]
     path = leaf.path()
     assert np.array_equal(row.prompt_token_ids, path[0].addition.prompt_token_ids)
     assert all(i < FIRST_SAMPLED_ID for i in row.prompt_token_ids)
     assert 1 <= row.num_turns <= len(path)
+    sampled = {i: said for turn in path for i, *said in samples(turn)}
     spoken = zip(row.response_token_ids, row.loss_mask, row.logprobs, row.versions, strict=True)
     for span in row.turn_spans:
         of_turn = tree.turns[span.index].addition.token_ids
         assert np.array_equal(row.response_token_ids[span.start : span.end], of_turn)
     assert sum(row.loss_mask[span.start : span.end].sum() for span in row.turn_spans) == row.num_sampled_tokens
     for token_id, mask, logprob, version in spoken:
-        assert [logprob, version] == (sampled[token_id] if mask else [0.0, ENVIRONMENT_VERSION])
+        assert [logprob, version] == sampled.get(token_id, [0.0, ENVIRONMENT_VERSION])
+        assert token_id in sampled or not mask
 
 
 @given(tree=trees())

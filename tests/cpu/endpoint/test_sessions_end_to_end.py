@@ -219,7 +219,7 @@ def assert_is_exactly(row: Trajectory, turns: list[Any]) -> None:
         sampled[start : start + len(turn["ids"])] = [True] * len(turn["ids"])
     response = sampled[len(row.prompt_token_ids) :]
     for is_sampled, mask, logprob, version in zip(response, row.loss_mask, row.logprobs, row.versions, strict=True):
-        assert is_sampled or (mask == 0 and version == ENVIRONMENT_VERSION)
+        assert is_sampled == (version != ENVIRONMENT_VERSION) and (is_sampled or mask == 0)
         assert not mask or logprob < 0
     assert any(row.loss_mask)
 
