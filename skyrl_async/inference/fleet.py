@@ -223,6 +223,7 @@ class Fleet:
                 await asyncio.wait([member.task])
         if member.engine in self.client.engines:
             await self.client.remove_engine(member.engine.name)
+            self.trace.moment("removal", f"engines/{member.engine.name}")
         await member.engine.close()
         self._forget(member)
 

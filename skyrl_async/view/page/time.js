@@ -8,9 +8,10 @@ const MEANINGS = {
   "#2f6db5": "processing, training", "var(--idle)": "waiting for input", "#d9822b": "waiting for output", "#c8504b": "trainer waiting",
   "#3d9a6d": "publishing", "#1f97a8": "generation of a group", "#8e5bb5": "evaluation", "#a3762f": "engine loads or restarts",
   [`linear-gradient(90deg, ${[0, 1, 2].map((version) => `hsl(${versionHue(version)} 70% var(--lightness))`)})`]: "engine's version: a hue each, darker the more steps behind",
-  "var(--ink)": "engine paused", "var(--death)": "engine's death",
+  "var(--ink)": "engine paused", "var(--death)": "engine's death", "var(--soft)": "engine's removal",
 };
-const DEATH = 7; // half the width that answers to the pointer
+const ENDS = { death: "--death", removal: "--soft" };
+const END = 7; // half the width that answers to the pointer
 const DARKER = 0.16, MOST_DARKER = 4; // per step behind; steps that are told apart
 
 function buildTime() {
@@ -160,13 +161,13 @@ function drawTime() {
     draw.fillText(span.lane > 1 ? "" : label(span.track), 0, y + ROW / 2, names - 8);
   });
   time.boxes = [];
-  const deaths = [];
+  const ends = [];
   for (const span of spans) {
     const row = rowOf.get(`${span.track}\n${span.lane}`);
     if (row === undefined || span.end < begin || span.begin > end) continue;
     const from = Math.max(names, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
-    if (span.name === "death") {
-      deaths.push({ from: from - DEATH, to: from + DEATH, row, span });
+    if (span.name in ENDS) {
+      ends.push({ from: from - END, to: from + END, row, span });
       continue;
     }
     draw.fillStyle = colorOf(span, color);
@@ -186,16 +187,16 @@ function drawTime() {
       draw.fillText(text, from + (span.name === "restart" ? 10 : 3), TOP + row * ROW + ROW / 2);
     }
   }
-  for (const death of deaths) drawDeath(draw, (death.from + death.to) / 2, TOP + death.row * ROW, color);
-  time.boxes.push(...deaths);
+  for (const end of ends) drawEnd(draw, (end.from + end.to) / 2, TOP + end.row * ROW, color, ENDS[end.span.name]);
+  time.boxes.push(...ends);
   byId("time-state").textContent = spans.length
     ? `${clock(begin, step)} to ${clock(end, step)} of ${duration(last)}${numShort ? ` · ${number(numShort)} short spans drawn together` : ""}${lanes > MOST_LANES ? ` · generation: ${MOST_LANES} of ${lanes} rows` : ""} · drag: move · ctrl or shift + wheel: zoom${RECORDED ? " · the report has the last minute" : ""}`
     : "no trace (logging.trace_max_gb=0, or the run has not begun)";
 }
 
 // A cross, drawn over whatever came before and after.
-function drawDeath(draw, x, y, color) {
-  for (const [name, lineWidth] of [["--card", 6], ["--death", 3]]) {
+function drawEnd(draw, x, y, color, ink) {
+  for (const [name, lineWidth] of [["--card", 6], [ink, 3]]) {
     Object.assign(draw, { strokeStyle: color(name), lineWidth });
     draw.beginPath();
     for (const side of [-1, 1]) { draw.moveTo(x - 5, y + ROW / 2 - 6 * side); draw.lineTo(x + 5, y + ROW / 2 + 6 * side); }

@@ -387,9 +387,10 @@ def test_a_publish_does_not_wait_for_an_engine_that_boots() -> None:
     run_in_virtual_time(main())
 
 
-def test_engines_are_added_and_removed_while_training_and_their_places_are_supervised() -> None:
+def test_engines_are_added_and_removed_while_training_and_their_places_are_supervised(tmp_path: Path) -> None:
     async def main() -> None:
         setting = Setting()
+        setting.fleet.trace = Trace(tmp_path, asyncio.get_running_loop().time)
 
         async def change() -> None:
             await setting.at(10.0)
@@ -405,8 +406,11 @@ def test_engines_are_added_and_removed_while_training_and_their_places_are_super
         await setting.run(change())
         all_is_trained(setting.simulation)
         assert setting.simulation.client.statistics()["engine_failures_total"] == 1
+        setting.fleet.trace.close()
 
     run_in_virtual_time(main())
+    removal, death, _ = read_spans(tmp_path)
+    assert (removal.name, removal.track) == ("removal", "engines/engine-0") and death.track == "engines/engine-2"
 
 
 @pytest.mark.parametrize("is_removed_first", [True, False])

@@ -89,6 +89,8 @@ def run_dir(tmp_path: Path) -> Path:
     trace.past_span("gather", "publish", 2.5, 2.503, version=4)
     trace.past_span("death", "engines/engine-0", 4.5, 4.5, reason="killed")
     trace.past_span("restart", "engines/engine-0", 4.5, 6.0, reason="killed")
+    trace.past_span("load", "engines/engine-1", 1.0, 2.0, version=3)
+    trace.past_span("removal", "engines/engine-1", 3.0, 3.0)
     trace.close()
     return run_dir
 
@@ -369,7 +371,7 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
             x = canvas["x"] + 150 + share * (canvas["width"] - 150)
             page.mouse.move(x, canvas["y"] + 24 + 22 * row + 11)
 
-        point_at(4, 3.5)
+        point_at(5, 3.5)
         expect(page.locator("#hint")).to_contain_text("uid: sum-1")
         point_at(0, 1.6)
         expect(page.locator("#hint")).to_contain_text("engine-0: pause\n1.5 s, for 0.75 s")
@@ -380,6 +382,10 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
         expect(page.locator("#hint")).to_contain_text("engine-0: death")
         point_at(0, 5.5)
         expect(page.locator("#hint")).to_contain_text("engine-0: restart")
+        point_at(1, 3.0)
+        expect(page.locator("#hint")).to_contain_text("engine-1: removal")
+        point_at(1, 2.5)
+        expect(page.locator("#hint")).to_contain_text("engine-1: serves\n2 s, for 1 s")
         page.get_by_role("button", name="zoom in").click()
         page.get_by_role("link", name="sum-1").click()
         expect(page.locator(".detail h2")).to_contain_text("sum-1")
