@@ -73,6 +73,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 teacher, which the overrides name.
 """
 
+_IF_NAMED = ("token_tis_guard", "token_tis_min_ess", "gae", "gae_unweighted", "forward_kl")
+"""Not run by default, and not corrections of their own."""
 BOUNDS = (0, 1, 4, 8)
 _KEY = ("correction", "seed", "staleness", "policy", "steps")
 
@@ -230,7 +232,9 @@ async def run_all(plan: Plan, rows: list[dict[str, Any]], under: dict[str, Any],
 
 def parser() -> ArgumentParser:
     options = arguments(__doc__ or "")
-    options.add_argument("--corrections", nargs="+", choices=CORRECTIONS, help="only these (default: all)")
+    options.add_argument(
+        "--corrections", nargs="+", choices=CORRECTIONS, help=f"only these (default: all but {', '.join(_IF_NAMED)})"
+    )
     options.add_argument("--staleness", nargs="+", type=int, help="bounds (default 0 1 4 8)")
     options.add_argument("--seeds", nargs="+", type=int, help="default: three, from --seed on")
     options.add_argument("--policy", default="wait", help="trainer.staleness_policy")
@@ -244,7 +248,10 @@ def main() -> int:
     options = parser().parse_args()
     is_quick = options.quick
     plan = Plan(
-        corrections=tuple(options.corrections or (("icepop",) if is_quick else CORRECTIONS)),
+        corrections=tuple(
+            options.corrections
+            or (("icepop",) if is_quick else (name for name in CORRECTIONS if name not in _IF_NAMED))
+        ),
         bounds=tuple(options.staleness or ((0, 4) if is_quick else BOUNDS)),
         seeds=tuple(options.seeds or range(options.seed, options.seed + (1 if is_quick else 3))),
         policy=options.policy,

@@ -4,8 +4,9 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from heapq import nlargest
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -44,6 +45,8 @@ EMPTY: dict[str, Any] = {
 }
 """What ``ViewedRun.overview`` says of a run without anything in it."""
 _ENGINES = ("engines/", "publish/pause")
+_GROUP = ("generation", "group")
+_NUM_WAITS = 10
 _PIXELS = 1000
 """Of the window: shorter spans are drawn together."""
 
@@ -160,39 +163,57 @@ class ViewedRun:
     def spans(self, begin: float | None, end: float | None) -> dict[str, Any]:
         """Spans of the trace between two times, seconds since it began; those of its last minute where none are given.
 
-        Spans shorter than a pixel are put together, but for those of engines, which say what an engine serves, and those that begin a
-        version.
+        Spans shorter than a pixel are put together. Of those of engines, which say what an engine serves, and of those that begin a
+        version, the newest of a pixel stays.
         """
         last = trace_end(self.directory)
         end = last if end is None else end
         begin = max(0.0, end - 60) if begin is None else begin
-        spans = list(read_spans(self.directory, begin, end))
-        before = list(self._served_at(begin))
         shortest = (end - begin) / _PIXELS
-        drawn, short = list[Span](), list[Span]()
-        for span in spans:
-            is_whole = span.end - span.begin >= shortest or span.track.startswith(_ENGINES) or span.name == "gather"
-            (drawn if is_whole else short).append(span)
+        drawn, short, waits = list[Span](), _ShortSpans(shortest), list[Span]()
+        newest: dict[tuple[str, int, str, int], Span] = {}
+        for span in read_spans(self.directory, begin, end):
+            if span.track == "waiting":
+                waits = nlargest(_NUM_WAITS, [*waits, span], key=lambda wait: wait.end - wait.begin)
+            if span.track.startswith(_ENGINES) or span.name == "gather":
+                newest[span.track, span.lane, span.name, int(span.begin / shortest) if shortest else 0] = span
+            elif span.end - span.begin >= shortest:
+                drawn.append(span)
+            else:
+                short.add(span)
+        spans = sorted([*drawn, *newest.values()], key=lambda span: span.end)
         return {
             "begin": begin,
             "end": end,
             "last": last,
-            "num_short": len(short),
-            "spans": [fields_of(span) for span in (*before, *drawn, *put_together(short, shortest))],
-            "waits": longest_waits(spans),
+            "num_short": short.num,
+            "spans": [fields_of(span) for span in (*self._served_at(begin), *spans, *short.put_together())],
+            "waits": [self._wait(wait) for wait in waits],
         }
 
     def _served_at(self, begin: float) -> Iterator[Span]:
         """The last loads of engines before a time, and the weights gathered since the first of them: what engines serve then."""
         for seconds in (600.0, 6000.0, math.inf):
-            spans = [span for span in read_spans(self.directory, begin - seconds, begin) if span.end <= begin]
-            of_engines = sorted((s for s in spans if s.track.startswith("engines/")), key=lambda span: span.begin)
-            last = {span.track: span for span in of_engines}
+            last, gathers = dict[str, Span](), list[Span]()
+            for span in read_spans(self.directory, begin - seconds, begin):
+                if span.end <= begin and span.track.startswith("engines/"):
+                    last[span.track] = max(span, last.get(span.track, span), key=lambda span: span.begin)
+                elif span.end <= begin and span.name == "gather":
+                    gathers.append(span)
             if any(span.name == "load" for span in last.values()):
                 first = min(span.begin for span in last.values())
                 yield from last.values()
-                yield from (span for span in spans if span.name == "gather" and span.begin >= first)
+                yield from (span for span in gathers if span.begin >= first)
                 return
+
+    def _wait(self, wait: Span) -> dict[str, Any]:
+        """A wait of the trainer, with the group whose end let it go on."""
+        uid = None
+        if wait.name == "wait_for_groups":
+            found = (s for s in read_spans(self.directory, wait.begin, wait.end) if (s.track, s.name) == _GROUP)
+            ended = [span for span in found if span.end <= wait.end]
+            uid = max(ended, key=lambda span: span.end).args.get("uid") if ended else None
+        return {"name": wait.name, "begin": wait.begin, "end": wait.end, "uid": uid, **wait.args}
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str] | None:
         """The text that each token adds; of a character in several tokens the last one has it."""
@@ -221,34 +242,34 @@ def _version_range(versions: "pa.Array") -> tuple[list[int | None], list[int | N
     return oldest, newest
 
 
-def put_together(spans: Iterable[Span], pixel_s: float) -> Iterator[Span]:
-    """Blocks of up to eight pixels in which spans of a row begin, work and waiting apart; ``share`` is what part of it they fill."""
-    rows: defaultdict[tuple[str, int, str], defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for span in spans:
+class _ShortSpans:
+    """Counts spans that are shorter than a pixel, so that any number of them takes the memory of the pixels."""
+
+    def __init__(self, pixel_s: float) -> None:
+        self.num = 0
+        self._pixel_s = pixel_s
+        self._rows: defaultdict[tuple[str, int, str], defaultdict[int, list[float]]]
+        self._rows = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+        """Row and kind -> pixel in which they begin -> their number and seconds."""
+
+    def add(self, span: Span) -> None:
         kind = span.name if span.name.startswith("waiting for") else ""
-        rows[span.track, span.lane, kind][int(span.begin / pixel_s)].append(span.end - span.begin)
-    for (track, lane, kind), pixels in rows.items():
-        for _, block in groupby(
-            enumerate(sorted(pixels)), lambda numbered: (numbered[1] - numbered[0], numbered[1] // 8)
-        ):
-            places = [place for _, place in block]
-            seconds = [of_one for place in places for of_one in pixels[place]]
-            begin, end = places[0] * pixel_s, (places[-1] + 1) * pixel_s
-            args = {"spans": len(seconds), "share": min(1.0, sum(seconds) / (end - begin))}
-            yield Span(track=track, lane=lane, name=kind or "short spans", begin=begin, end=end, args=args)
+        of_pixel = self._rows[span.track, span.lane, kind][int(span.begin / self._pixel_s)]
+        of_pixel[0] += 1
+        of_pixel[1] += span.end - span.begin
+        self.num += 1
 
-
-def longest_waits(spans: Sequence[Span], num: int = 10) -> list[dict[str, Any]]:
-    """The trainer's longest waits, each with the group whose end let it go on."""
-    waits = sorted((span for span in spans if span.track == "waiting"), key=lambda s: s.begin - s.end)[:num]
-    groups = [span for span in spans if span.track == "generation" and span.name == "group"]
-    found = []
-    for wait in waits:
-        ended = [group for group in groups if wait.begin <= group.end <= wait.end]
-        last = max(ended, key=lambda group: group.end, default=None)
-        awaited = last.args.get("uid") if last and wait.name == "wait_for_groups" else None
-        found.append({"name": wait.name, "begin": wait.begin, "end": wait.end, "uid": awaited, **wait.args})
-    return found
+    def put_together(self) -> Iterator[Span]:
+        """Blocks of up to eight pixels in which spans of a row begin, work and waiting apart; ``share`` is what part of it they fill."""
+        for (track, lane, kind), pixels in self._rows.items():
+            for _, block in groupby(
+                enumerate(sorted(pixels)), lambda numbered: (numbered[1] - numbered[0], numbered[1] // 8)
+            ):
+                places = [place for _, place in block]
+                begin, end = places[0] * self._pixel_s, (places[-1] + 1) * self._pixel_s
+                num, seconds = (sum(of) for of in zip(*(pixels[place] for place in places), strict=True))
+                args = {"spans": num, "share": min(1.0, seconds / (end - begin))}
+                yield Span(track=track, lane=lane, name=kind or "short spans", begin=begin, end=end, args=args)
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -445,4 +445,5 @@ def test_the_tutorial_about_algorithms_shows_the_exact_and_the_measured_bias_tha
     assert all(row.keys() == {"estimator", *kept["keys"]} for row in rows)
     for row in rows:
         assert abs(row["measured_bias"] - row["bias"]) < 4 * row["standard_error"], row["estimator"]
+        assert abs(row["measured_variance"] - row["variance"]) < 4 * row["variance_error"], row["estimator"]
         assert row["is_unbiased"] == (row["bias"] < 1e-9), row["estimator"]
