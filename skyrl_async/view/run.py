@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from heapq import nlargest
+from heapq import heappush, heappushpop
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -170,11 +170,16 @@ class ViewedRun:
         end = last if end is None else end
         begin = max(0.0, end - 60) if begin is None else begin
         shortest = (end - begin) / _PIXELS
-        drawn, short, waits = list[Span](), _ShortSpans(shortest), list[Span]()
+        drawn, short = list[Span](), _ShortSpans(shortest)
+        waits, group = list[tuple[float, int, Span, Span | None]](), None
         newest: dict[tuple[str, int, str, int], Span] = {}
-        for span in read_spans(self.directory, begin, end):
-            if span.track == "waiting":
-                waits = nlargest(_NUM_WAITS, [*waits, span], key=lambda wait: wait.end - wait.begin)
+        for number, span in enumerate(read_spans(self.directory, begin, end)):
+            if (span.track, span.name) == _GROUP:
+                group = span
+            elif span.track == "waiting":
+                (heappushpop if len(waits) == _NUM_WAITS else heappush)(
+                    waits, (span.end - span.begin, -number, span, group)
+                )
             if span.track.startswith(_ENGINES) or span.name == "gather":
                 newest[span.track, span.lane, span.name, int(span.begin / shortest) if shortest else 0] = span
             elif span.end - span.begin >= shortest:
@@ -188,7 +193,7 @@ class ViewedRun:
             "last": last,
             "num_short": short.num,
             "spans": [fields_of(span) for span in (*self._served_at(begin), *spans, *short.put_together())],
-            "waits": [self._wait(wait) for wait in waits],
+            "waits": [_wait(wait, group) for _, _, wait, group in sorted(waits, reverse=True)],
         }
 
     def _served_at(self, begin: float) -> Iterator[Span]:
@@ -205,15 +210,6 @@ class ViewedRun:
                 yield from last.values()
                 yield from (span for span in gathers if span.begin >= first)
                 return
-
-    def _wait(self, wait: Span) -> dict[str, Any]:
-        """A wait of the trainer, with the group whose end let it go on."""
-        uid = None
-        if wait.name == "wait_for_groups":
-            found = (s for s in read_spans(self.directory, wait.begin, wait.end) if (s.track, s.name) == _GROUP)
-            ended = [span for span in found if span.end <= wait.end]
-            uid = max(ended, key=lambda span: span.end).args.get("uid") if ended else None
-        return {"name": wait.name, "begin": wait.begin, "end": wait.end, "uid": uid, **wait.args}
 
     def _pieces(self, token_ids: Sequence[int]) -> list[str] | None:
         """The text that each token adds; of a character in several tokens the last one has it."""
@@ -270,6 +266,13 @@ class _ShortSpans:
                 num, seconds = (sum(of) for of in zip(*(pixels[place] for place in places), strict=True))
                 args = {"spans": num, "share": min(1.0, seconds / (end - begin))}
                 yield Span(track=track, lane=lane, name=kind or "short spans", begin=begin, end=end, args=args)
+
+
+def _wait(wait: Span, group: Span | None) -> dict[str, Any]:
+    """A wait of the trainer, with the group whose end let it go on: ``group`` is the last one that ended before the wait did."""
+    is_awaited = group is not None and wait.name == "wait_for_groups" and group.end >= wait.begin
+    uid = group.args.get("uid") if group and is_awaited else None
+    return {"name": wait.name, "begin": wait.begin, "end": wait.end, "uid": uid, **wait.args}
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
