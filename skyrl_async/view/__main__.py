@@ -53,20 +53,21 @@ def _show(given: argparse.Namespace) -> None:
         raise ConfigError("name the directory of a run, such as outputs/RUN, or --demo")
     runs = [ViewedRun(directory) for directory in directories]
     if given.text is not None:
-        failures: list[SkyRLAsyncError] = []
+        problems: list[str] = []
         for directory in directories:
             try:
                 sys.stdout.write(group_text(directory, given.text))
             except SkyRLAsyncError as error:
-                failures.append(error)
-        if len(failures) == len(directories):
-            raise ConfigError("\n".join(map(str, failures)))
-        sys.stderr.writelines(f"{failure}\n" for failure in failures)
+                problems.append(str(error))
+        if len(problems) == len(directories):
+            raise ConfigError("\n".join(problems))
+        sys.stderr.writelines(f"{problem}\n" for problem in problems)
         return
     if given.export is not None:
         from skyrl_async.view.report import write_report
 
-        num_bytes = write_report(runs, given.export)
+        num_bytes, problems = write_report(runs, given.export)
+        sys.stderr.writelines(f"{problem}\n" for problem in problems)
         sys.stdout.write(f"{given.export} ({num_bytes / 1e6:.1f} MB)\n")
         return
     from skyrl_async.view.server import serve

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.view.run import MAX_ROWS, ViewedRun
 from skyrl_async.view.server import PAGE, overview
 
@@ -19,16 +19,24 @@ _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 
 
-def write_report(runs: Sequence[ViewedRun], path: Path) -> int:
-    """Write the file, and return its size in bytes. Raises ``ConfigError`` if that cannot be."""
-    whole = overview(runs)
-    for of_run in whole["runs"]:
-        if of_run["error"] is not None:
-            raise ConfigError(of_run["error"])
-    recorded = {
-        "overview": whole,
-        "runs": [_answers(run, of_run) for run, of_run in zip(runs, whole["runs"], strict=True)],
-    }
+def write_report(runs: Sequence[ViewedRun], path: Path) -> tuple[int, list[str]]:
+    """Write the file, and return its size in bytes, and what is wrong with each run that it leaves out.
+
+    Raises ``ConfigError`` if it cannot be written, or no run can be read.
+    """
+    answers: dict[ViewedRun, dict[str, Any]] = {}
+    problems: list[str] = []
+    for run in runs:
+        (of_run,) = overview([run])["runs"]
+        try:
+            if of_run["error"] is not None:
+                raise ConfigError(of_run["error"])
+            answers[run] = _answers(run, of_run)
+        except SkyRLAsyncError as error:
+            problems.append(str(error))
+    if not answers:
+        raise ConfigError("\n".join(problems))
+    recorded = {"overview": overview(list(answers)), "runs": list(answers.values())}
     # As text of a script, JSON must not contain the end of a script.
     data = msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
     page = (PAGE / "index.html").read_text(encoding="utf-8")
@@ -37,7 +45,7 @@ def write_report(runs: Sequence[ViewedRun], path: Path) -> int:
     page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{_POLICY}">', 1)
     page = page.replace("<script>", f'<script id="recorded" type="application/json">{data}</script>\n<script>', 1)
     try:
-        return path.write_bytes(page.encode())
+        return path.write_bytes(page.encode()), problems
     except OSError as error:
         raise ConfigError(
             f"--export {path} cannot be written: {error.strerror}; name a file in a directory that exists"

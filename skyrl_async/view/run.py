@@ -141,9 +141,10 @@ class ViewedRun:
         columns["first_version"], columns["last_version"] = _version_range(table["policy_versions"].combine_chunks())
         return columns
 
-    def find(self, words: str, begin: int = 0) -> list[int]:
-        """Rows from ``begin`` on with ``words`` in a text, the newest 10,000 at most, from the newest on."""
-        return find_samples(self.directory, words, _MAX_FOUND, begin)
+    def find(self, words: str, begin: int = 0) -> dict[str, Any]:
+        """Rows from ``begin`` on with ``words`` in a text, from the newest on; cut after 10,000."""
+        rows = find_samples(self.directory, words, _MAX_FOUND, begin)
+        return {"rows": rows, "is_cut": len(rows) == _MAX_FOUND}
 
     def sample(self, row: int) -> dict[str, Any]:
         """See ``whole_samples``. Raises ``LookupError`` if there is no row of that number."""

@@ -43,7 +43,7 @@ function fromReport(what, { run = 0, begin, end, row, words } = {}) {
   }
   const wanted = words.toLowerCase();
   const hits = Object.values(of.rows).filter((sample) => (sample.turns || []).some((t) => t.text.toLowerCase().includes(wanted)));
-  return hits.map((sample) => sample.row);
+  return { rows: hits.map((sample) => sample.row), is_cut: false };
 }
 
 function number(value, digits = 4) {

@@ -132,7 +132,6 @@ function setWords(words) {
 }
 
 // Search the rows that have not been searched, and show what is found in them.
-const MOST_FOUND = 10_000; // of one answer
 async function searchNew() {
   const { words } = browse;
   if (!words) return;
@@ -140,11 +139,11 @@ async function searchNew() {
     const end = have.length ? have.at(-1).row + 1 : 0, restarts = browse.restarts[run];
     const before = browse.searched[run]?.restarts === restarts ? browse.searched[run].end : 0;
     if (before === end) return false;
-    const rows = await ask("find", { run, words, begin: before });
+    const { rows, is_cut: isCut } = await ask("find", { run, words, begin: before });
     if (browse.words !== words) return false;
     browse.found[run] = new Set([...(before ? browse.found[run] : []), ...rows]);
     browse.searched[run] = { end, restarts };
-    browse.isCut ||= rows.length === MOST_FOUND;
+    browse.isCut ||= isCut;
     return true;
   });
   const ended = await Promise.allSettled(searches), failed = ended.find((one) => one.status === "rejected");
@@ -187,7 +186,7 @@ function sortRows() {
     return sign * (x < y ? -1 : 1);
   });
   const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${browse.isCut ? `; the words are also in older ones: only the newest ${number(MOST_FOUND)} are found` : ""}`;
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${browse.isCut ? `; the words are also in older ones: only the newest ${number(browse.found.reduce((sum, of) => sum + of.size, 0))} are found` : ""}`;
   drawRows();
 }
 

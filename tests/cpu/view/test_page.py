@@ -22,7 +22,6 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
-from skyrl_async.view.run import _MAX_FOUND
 from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
 from tests.patience import PATIENCE_S
@@ -274,10 +273,12 @@ def test_a_search_that_fails_or_finds_too_much_says_so(run_dir: Path, page: Page
         file.write_bytes(whole)
         expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
         expect(page.locator("#problem")).to_be_hidden()
-        page.route("**/api/find?*", lambda route: route.fulfill(json=list(range(_MAX_FOUND))))
+        page.route("**/api/find?*", lambda route: route.fulfill(json={"rows": [2, 1], "is_cut": True}))
         page.fill("#words", "Done")
         page.press("#words", "Enter")
-        expect(page.locator("#num-rows")).to_contain_text("only the newest 10,000 are found")
+        expect(page.locator("#num-rows")).to_have_text(
+            "2 of 6 samples; the words are also in older ones: only the newest 2 are found"
+        )
 
 
 def test_each_token_shows_its_version_and_numbers(run_dir: Path, page: Page) -> None:
@@ -511,6 +512,12 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(
         expect(page.locator("#num-rows")).to_contain_text("6 of")
     assert main([str(tmp_path / "half"), str(run_dir), "--text", "sum-1"]) == 0
     assert "sum-1: epoch" in capsys.readouterr().out
+    report = tmp_path / "report.html"
+    assert main([str(tmp_path / "half"), str(run_dir), "--export", str(report)]) == 0
+    assert "line 1 is no line of metrics" in capsys.readouterr().err
+    page.goto(report.as_uri())
+    expect(page.locator(".panel canvas").first).to_be_visible()
+    assert page.evaluate("overview.runs.map((run) => run.name)") == [run_dir.name]
 
 
 def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

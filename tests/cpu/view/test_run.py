@@ -160,9 +160,13 @@ def test_samples_begin_where_rows_are_left(run: ViewedRun) -> None:
     assert run.samples(0)["row"] == run.samples(1)["row"] == [2, 3] and run.samples(4)["row"] == []
 
 
-def test_words_are_found_in_texts_whatever_their_case(run: ViewedRun) -> None:
-    assert run.find("WHAT is 2+2") == [2, 1, 0]
-    assert run.find("nothing of the kind") == []
+def test_the_newest_texts_with_some_words_are_found_whatever_their_case(
+    run: ViewedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run.find("WHAT is 2+2") == {"rows": [2, 1, 0], "is_cut": False}
+    assert run.find("nothing of the kind")["rows"] == []
+    monkeypatch.setattr("skyrl_async.view.run._MAX_FOUND", 2)
+    assert run.find("WHAT is 2+2") == {"rows": [2, 1], "is_cut": True}
 
 
 def test_each_token_has_its_text_once_the_tokenizer_is_known(run: ViewedRun) -> None:
