@@ -1,7 +1,8 @@
 """What each advantage estimator trains: a real run of ``relay``, whose turns are rewarded one by one, per estimator, and some variants.
 
-``reward_before`` and ``reward_after`` are of held-out prompts. A run is short, and has one seed: the rows show that an estimator works from
-the command line to the policy, not which one is best. ``--only`` runs some, and keeps the other rows of the file.
+``reward_before`` and ``reward_after`` are of held-out prompts, ``rows_per_sample`` is a mean over steps. A run is short, and has one seed:
+the rows show that an estimator works from the command line to the policy, not which one is best. ``--only`` runs some, and keeps the other
+rows of the file.
 """
 
 import json
@@ -11,26 +12,50 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from openai import AsyncOpenAI
+
 from benchmarks.report import arguments, conditions, kept_rows, report
+from examples.own_agent.tool_agent import MAX_TURNS, look
 from skyrl_async.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_async.config.load import from_overrides
 from skyrl_async.tasks.lagged_fibonacci import score, worked_answer
 
 SINGLE = ("gae", "turn_gae", "running_mean")
 """Those that need no group: they get one sample per prompt, of 32 prompts a step."""
+_REWRITTEN = ["task=trail", "generator=agent", "generator.entrypoint=benchmarks.estimator_runs:forgetful"]
 VARIANTS = {
     "grpo, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2", "trainer.train_batch_size=16"],
-    "grpo, split_sample_weight=true": ["trainer.algorithm.split_sample_weight=true"],
+    "grpo, rewritten histories": _REWRITTEN,
+    "grpo, rewritten histories, split_sample_weight=true": [*_REWRITTEN, "trainer.algorithm.split_sample_weight=true"],
     "gae, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
-    "gae, partial_credit": ["task.reward=benchmarks.estimator_runs:partial_credit"],
+    "gae, partial_credit": ["task=lagged_fibonacci", "task.reward=benchmarks.estimator_runs:partial_credit"],
 }
-"""Name of a row -> its other words. With grpo two epochs are four optimizer steps per batch, over two mini-batches. A sample of ``relay``
-is one row, so ``split_sample_weight`` splits nothing: it shows that the key runs. ``partial_credit`` rewards tokens of the default task,
-an answer of which is one turn."""
+"""Name of a row -> its other words. With grpo two epochs are four optimizer steps per batch, over two mini-batches. The agent of
+rewritten histories asks about ``trail`` and forgets, so that samples are split into rows. ``partial_credit`` rewards tokens of the default
+task, an answer of which is one turn."""
 RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS)
 """Names of the rows."""
+
+
+async def forgetful(task: Any) -> str | None:
+    """Play ``trail`` with no history but the question and the newest turn: from the third call on, each begins a row of its own."""
+    newest: list[Any] = []
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for _ in range(MAX_TURNS):
+            asked = client.chat.completions.create(
+                model=task.model, messages=[*task.messages, *newest], tools=task.extras["tools"]
+            )
+            message = (await asked).choices[0].message
+            if not message.tool_calls:
+                return message.content
+            newest = [message.model_dump(exclude_none=True)]
+            for call in message.tool_calls:
+                content = look(task.extras["signs"], call.function.arguments)
+                newest.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    return None
 
 
 def partial_credit(answer: str, columns: Mapping[str, Any]) -> list[float]:
@@ -48,9 +73,10 @@ def partial_credit(answer: str, columns: Mapping[str, Any]) -> list[float]:
 
 def overrides(name: str, num_steps: int) -> list[str]:
     """The words of a run, but for its seed; its steps are rounded up to whole batches."""
-    estimator, _, variant = name.partition(", ")
-    task = "lagged_fibonacci" if variant == "partial_credit" else "relay"
-    words = [f"task={task}", f"trainer.algorithm.advantage_estimator={estimator}", *VARIANTS.get(name, ())]
+    estimator, variant = name.partition(", ")[0], VARIANTS.get(name, [])
+    words = [f"trainer.algorithm.advantage_estimator={estimator}", *variant]
+    if not any(word.startswith("task=") for word in variant):
+        words.append("task=relay")
     if estimator in SINGLE:
         words += ["generator.n_samples_per_prompt=1", "trainer.policy_mini_batch_size=32"]
     if estimator == "running_mean":
@@ -74,7 +100,9 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
     logged = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [values["reward/eval"] for values in logged if "reward/eval" in values]
     num_taken = from_overrides(*overrides(name, num_steps)).trainer.num_steps
-    row = {"estimator": name, "reward_before": rewards[0], "reward_after": rewards[-1], "steps": num_taken}
+    num_rows = fmean(values["generate/rows_mean"] for values in logged if "generate/rows_mean" in values)
+    ends = {"reward_before": rewards[0], "reward_after": rewards[-1]}
+    row = {"estimator": name, **ends, "rows_per_sample": num_rows, "steps": num_taken}
     print(row, flush=True)
     return row
 

@@ -68,18 +68,21 @@ def _forgotten(name: str, estimator: AdvantageEstimator, has_lone_samples: bool)
 
 
 def _try(name: str, estimator: AdvantageEstimator, has_lone_samples: bool) -> None:
-    tried = [(1.0, 0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
+    tried = [(1.0, 0.0, 0.5, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0), *([(1.0,)] if has_lone_samples else [])]
     groups = [_seen(estimator, rewards) for rewards in tried]
     for batch in [groups, groups[2:3]] if estimator.needs_mini_batch else [[group] for group in groups]:
         _try_on(name, estimator, batch)
 
 
 def _seen(estimator: AdvantageEstimator, rewards: Sequence[float]) -> GroupCredit:
-    """A group of these rewards. Its samples have one turn, two, of which no row trains the first, and three, rewarded by token."""
+    """A group of these rewards.
+
+    Its samples have one turn, two, of which no row trains the first, three, rewarded by token, and one that no row trains.
+    """
     if estimator.unit is Unit.SAMPLE:
         baseline = 0.25 if estimator.needs_baseline else None
-        return GroupRewards(rewards=tuple(rewards), num_tokens=(2,) * len(rewards), baseline=baseline)
-    of_turns = ((2,), (0, 2), (2, 2, 2))
+        return GroupRewards(rewards=tuple(rewards), num_tokens=(2, 2, 2, 0)[: len(rewards)], baseline=baseline)
+    of_turns = ((2,), (0, 2), (2, 2, 2), (0,))
     return tuple(_seen_sample(estimator, *pair) for pair in zip(rewards, of_turns, strict=False))
 
 
@@ -109,10 +112,12 @@ def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupCred
         rewards = [
             seen.rewards if isinstance(seen, GroupRewards) else tuple(one.rewards for one in seen) for seen in groups
         ]
-        of_turns = [tuple(one.num_tokens for one in seen) for seen in groups if not isinstance(seen, GroupRewards)]
-        tokens = f" and num_tokens {of_turns}" if of_turns else ""
+        tokens = [
+            seen.num_tokens if isinstance(seen, GroupRewards) else tuple(one.num_tokens for one in seen)
+            for seen in groups
+        ]
         raise ConfigError(
-            f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards}{tokens}"
+            f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards} and num_tokens {tokens}"
         ) from error
 
 
