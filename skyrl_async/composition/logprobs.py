@@ -80,16 +80,16 @@ def check_same_tokens(
         trust_remote_code: passed to transformers.
         same_size: why both have as many tokens, unused ones included; None: they need not, if it has a tokenizer.
     """
+    if path.samefile(policy_dir):
+        return
     theirs, ours = (
         text_config(read_config(str(directory), key_of)).get("vocab_size")
         for directory, key_of in ((path, key), (policy_dir, "policy.path"))
     )
-    has_own = has_tokenizer(str(path))
-    if theirs != ours and not (has_own and same_size is None):
-        raise PolicyError(f"{key}={path} has {theirs} tokens and the policy {ours}: {same_size or _SAME_TOKENIZER}")
-    if path.samefile(policy_dir):
-        return
-    if not has_own:
+    other_size = f"{key}={path} has {theirs} tokens and the policy {ours}: {same_size or _SAME_TOKENIZER}"
+    if not has_tokenizer(str(path)):
+        if theirs != ours:
+            raise PolicyError(other_size)
         logger.warning(
             "%s=%s has no tokenizer: it has as many tokens as the policy, and whether they are the same is not known",
             key,
@@ -105,6 +105,8 @@ def check_same_tokens(
         raise PolicyError(
             f"{key}={path} must have the policy's tokens: {token} is {there.get(token)!r} there and {here.get(token)!r} here"
         )
+    if theirs != ours and same_size is not None:
+        raise PolicyError(other_size)
     if theirs != ours and (theirs or 0) <= max(here):
         raise PolicyError(f"{key}={path} has {theirs} tokens, and the policy's tokenizer more")
 

@@ -24,6 +24,7 @@ _GENERATION_COUNTS = (
 """Counts of the generation workers that are totals under the same name."""
 _IN_SUMMARY = (
     *("trained_groups", "staleness_max", "groups_over_bound", "staleness_wait_seconds", "all_masked_steps"),
+    "refused_steps",
     *("wasted_tokens", "length_ratio", "training_seconds", "train_seconds", *_GENERATION_COUNTS),
 )
 """Totals that the summary shows under the same name."""
@@ -134,6 +135,8 @@ class RunTotals:
     masked_tokens: int = 0
     all_masked_steps: int = 0
     """Steps in which masks left no token a policy loss."""
+    refused_steps: int = 0
+    """Optimizer steps that ``trainer.guard.min_ess`` refused."""
     requeued_groups: int = 0
     filtered_groups: int = 0
     """Groups finished and not trained, because their rewards did not differ."""
@@ -167,6 +170,7 @@ class RunTotals:
         del self.pauses[:-_MAX_PAUSES]
         self.masked_tokens += figures.num_masked_tokens
         self.all_masked_steps += figures.is_all_masked or figures.trains_nothing
+        self.refused_steps += figures.num_refused_steps
         self.max_staleness_steps, self.steps_per_batch = figures.max_staleness_steps, figures.num_steps
         free_step_seconds = (self.training_seconds - self.staleness_wait_seconds) / self.steps
         for wait, held_seconds in zip(figures.waits, accumulate(w.seconds for w in figures.waits), strict=True):
@@ -199,7 +203,7 @@ class RunTotals:
         return {
             "async/length_ratio": self.length_ratio,
             **{f"async/{name}": float(getattr(self, name)) for name in ("wasted_tokens", "requeued_groups")},
-            "policy/all_masked_steps": float(self.all_masked_steps),
+            **{f"policy/{name}": float(getattr(self, name)) for name in ("all_masked_steps", "refused_steps")},
             **{f"generate/{name}": float(getattr(self, name)) for name in _GENERATE_METRICS},
             **{f"generate/{name}": float(num) for name, num in self.filtered_by.items()},
         }

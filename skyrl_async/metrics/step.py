@@ -55,6 +55,8 @@ class StepFigures:
     """Sampled tokens masked from the loss because of their staleness."""
     lr_scale: float = 1.0
     """Smallest factor on the learning rate among the optimizer steps taken; 0: one was refused."""
+    num_refused_steps: int = 0
+    """Optimizer steps that ``trainer.guard.min_ess`` refused."""
     critic: dict[str, float] = field(default_factory=dict)
     """Figures of the critic's last step by metric name; empty without one."""
     denominator: float = 0.0

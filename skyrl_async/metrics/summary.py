@@ -32,6 +32,7 @@ _LABELS = {
     "requeued_groups": ("groups aborted and requeued", "{:,.0f}"),
     "filtered_groups": ("groups left out, all rewards equal", "{:,.0f}"),
     "all_masked_steps": ("steps without a token to train on", "{:,.0f}"),
+    "refused_steps": ("steps refused by trainer.guard.min_ess", "{:,.0f}"),
     "length_ratio": ("mean length trained / generated", "{:.3f}"),
     "wasted_tokens": ("tokens thrown away", "{:,.0f}"),
     "failed_groups": ("groups failed", "{:,.0f}"),

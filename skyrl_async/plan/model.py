@@ -250,6 +250,7 @@ def _streams(config: Config) -> bool:
     loss = POLICY_LOSSES.entries.get(algorithm.policy_loss_type)
     needs_whole_step = (
         algorithm.advantage_batch_normalize
+        or trainer.steps_per_batch > 1
         or (estimator is not None and estimator.needs_mini_batch)
         or (loss is not None and loss.marker is not None)
     )

@@ -256,7 +256,7 @@ class TrainStage:
         self.is_torn = True
         lr_scale = self._guard.lr_scale(effective_shares(figures.step_sums))
         if not lr_scale:
-            version = figures.current_version + 1
+            version, figures.num_refused_steps = figures.current_version + 1, figures.num_refused_steps + 1
             logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
         if self._critic is not None and figures.current_version < self._critic.warmup_steps:
             lr_scale = 0.0

@@ -243,6 +243,13 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
     for key in (*_TOKEN_BOUNDS, "m2_threshold"):
         if (value := getattr(correction, key)) is not None:
             wrong[f"{_PREFIX}.{key}={value:g}"] = "tokens of the policy itself count as far off; leave it null"
+    guard = config.trainer.guard
+    for setting, is_asked in {
+        "trainer.guard.scale_lr_by_ess=true": guard.scale_lr_by_ess,
+        f"trainer.guard.min_ess={guard.min_ess:g}": guard.min_ess > 0,
+    }.items():
+        if is_asked:
+            wrong[setting] = "policy/sequence_ess takes steps of fresh answers for stale ones; leave the guard off"
     if _weighs_returns(config):
         wrong[f"trainer.algorithm.vtrace_clip={algorithm.vtrace_clip:g}"] = (
             "what follows a stale token counts too little; set vtrace_clip=null"

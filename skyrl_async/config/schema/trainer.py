@@ -164,7 +164,7 @@ class TrainerConfig:
     """
     stream_mini_batch: bool | None = None
     """Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless
-    trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once.
+    trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once, or a batch has several optimizer steps.
     """
     deterministic: bool = False
     """Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no group
@@ -269,6 +269,8 @@ class TrainerConfig:
         )
         expected = f"1 with batches of {num_steps} optimizer steps, after each of which weights are published"
         require(self.publish_every_steps == 1, "trainer.publish_every_steps", expected, self.publish_every_steps)
+        expected = f"false or null with batches of {num_steps} optimizer steps, which take whole mini-batches"
+        require(not self.stream_mini_batch, "trainer.stream_mini_batch", expected, self.stream_mini_batch)
 
     def _check_window(self, most: int) -> None:
         """Raise ``ConfigError`` for a window that the policy does not have, or of more groups than may be open."""

@@ -62,6 +62,7 @@ def test_groups_of_refused_steps_count_as_trained_and_the_run_goes_on() -> None:
     assert scales == [1.0, 0.0] * 3
     assert [values["policy/lr_scale"] for _, values in simulation.logged if "policy/lr_scale" in values] == scales
     assert simulation.staleness.trained_version == 6
+    assert simulation.logged[-1][1]["policy/refused_steps"] == simulation.trainer.totals.summary()["refused_steps"] == 3
 
 
 LR = 1e-2

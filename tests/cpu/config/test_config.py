@@ -401,6 +401,10 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["trainer.schedule=sync", "trainer.stream_mini_batch=true"],
             "trainer.stream_mini_batch must be false or null when trainer.schedule=sync, .* got True",
         ),
+        (
+            ["trainer.update_epochs_per_batch=2", "trainer.stream_mini_batch=true"],
+            "trainer.stream_mini_batch must be false or null with batches of 2 optimizer steps, .* got True",
+        ),
         (["generator.retry_backoff_s=-1"], "generator.retry_backoff_s must be >= 0, got -1"),
         (
             ["generator.retry_backoff_s=90"],

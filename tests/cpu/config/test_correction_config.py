@@ -119,6 +119,14 @@ def test_corrections_reach_the_policy_workers() -> None:
             f"generator.sampling.top_p must be left at its default with {PREFIX}.token_mask_is_threshold_high=5, got 0.9",
         ),
         (
+            [ROLLOUT_IS, "trainer.guard.min_ess=0.3", "generator.sampling.top_p=0.9"],
+            "generator.sampling.top_p must be left at its default with trainer.guard.min_ess=0.3, got 0.9: .* leave the guard off",
+        ),
+        (
+            [ROLLOUT_IS, "trainer.guard.scale_lr_by_ess=true", "generator.sampling.top_k=20"],
+            "generator.sampling.top_k must be left at its default with trainer.guard.scale_lr_by_ess=true, got 20",
+        ),
+        (
             [ROLLOUT_IS, "outlier_token_is_threshold_low=1e-4", "generator.sampling.top_p=0.9"],
             f"generator.sampling.top_p must be left at its default with {PREFIX}.outlier_token_is_threshold_low=0.0001, got 0.9",
         ),

@@ -1,6 +1,7 @@
 """Teachers behind a server: real HTTP, with a model's own log-probs as the scores; and what is refused before a run."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -315,6 +316,13 @@ def test_the_likeliest_tokens_are_asked_of_a_local_teacher_with_as_many_tokens_a
     ):
         check_teachers(config, tmp_path / "policy", prompts({}))
     check_teachers(config_of(f"{TEACHERS}={{t: {tmp_path / 'padded'}}}"), tmp_path / "policy", prompts({}))
+    vocabulary = json.loads((tmp_path / "padded" / "tokenizer.json").read_text())
+    ids = vocabulary["model"]["vocab"]
+    (one, first), (other, second) = list(ids.items())[:2]
+    ids[one], ids[other] = second, first
+    (tmp_path / "padded" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(PolicyError, match=r"padded must have the policy's tokens: \d+ is '.*' there and '.*' here"):
+        check_teachers(config, tmp_path / "policy", prompts({}))
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
