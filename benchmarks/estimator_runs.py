@@ -1,8 +1,9 @@
-"""What each advantage estimator trains: a real run of ``relay``, whose turns are rewarded one by one, per estimator, and some variants.
+"""What each advantage estimator and each policy loss trains: a real run of ``relay``, whose turns are rewarded one by one, for each, and
+some variants.
 
-``reward_before`` and ``reward_after`` are of held-out prompts, ``rows_per_sample`` is a mean over steps. A run is short, and has one seed:
-the rows show that an estimator works from the command line to the policy, not which one is best. ``--only`` runs some, and keeps the other
-rows of the file.
+``reward_before`` and ``reward_after`` are of held-out prompts; ``rows_per_sample``, and a critic's ``explained_variance``, are means over
+steps. A run is short, and has one seed: the rows show that an algorithm works from the command line to the policy, not which one is best.
+``--only`` runs some, and keeps the other rows of the file.
 """
 
 import json
@@ -19,10 +20,11 @@ from openai import AsyncOpenAI
 
 from benchmarks.report import arguments, conditions, kept_rows, report
 from examples.own_agent.tool_agent import MAX_TURNS, look
-from skyrl_async.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_async.config.load import from_overrides
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.tasks.lagged_fibonacci import score, worked_answer
 
+_EXPLAINED = "critic/explained_variance"
 SINGLE = ("gae", "turn_gae", "running_mean")
 """Those that need no group: they get one sample per prompt, of 32 prompts a step."""
 _REWRITTEN = ["task=trail", "generator=agent", "generator.entrypoint=benchmarks.estimator_runs:forgetful"]
@@ -31,12 +33,25 @@ VARIANTS = {
     "grpo, rewritten histories": _REWRITTEN,
     "grpo, rewritten histories, split_sample_weight=true": [*_REWRITTEN, "trainer.algorithm.split_sample_weight=true"],
     "gae, update_epochs_per_batch=2": ["trainer.update_epochs_per_batch=2"],
+    "gae, advantage_batch_normalize=true": ["trainer.algorithm.advantage_batch_normalize=true"],
     "gae, partial_credit": ["task=lagged_fibonacci", "task.reward=benchmarks.estimator_runs:partial_credit"],
 }
 """Name of a row -> its other words. With grpo two epochs are four optimizer steps per batch, over two mini-batches. The agent of
 rewritten histories asks about ``trail`` and forgets, so that samples are split into rows. ``partial_credit`` rewards tokens of the default
 task, an answer of which is one turn."""
-RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS)
+_SEQUENCE_MEAN = "trainer.algorithm.loss_reduction=sequence_mean"
+_OF_LOSS = {
+    "gspo": [_SEQUENCE_MEAN, "trainer.algorithm.eps_clip_low=3e-4", "trainer.algorithm.eps_clip_high=4e-4"],
+    "sapo": [_SEQUENCE_MEAN],
+}
+"""What a loss is meant to go with."""
+LOSSES = {
+    f"grpo, {name}": [f"trainer.algorithm.policy_loss_type={name}", *_OF_LOSS.get(name, ())]
+    for name in POLICY_LOSSES.entries
+    if name != "ppo_clip"
+}
+"""Of the other rows the loss is ``ppo_clip``, the default."""
+RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS, *LOSSES)
 """Names of the rows."""
 
 
@@ -73,7 +88,7 @@ def partial_credit(answer: str, columns: Mapping[str, Any]) -> list[float]:
 
 def overrides(name: str, num_steps: int) -> list[str]:
     """The words of a run, but for its seed; its steps are rounded up to whole batches."""
-    estimator, variant = name.partition(", ")[0], VARIANTS.get(name, [])
+    estimator, variant = name.partition(", ")[0], (VARIANTS | LOSSES).get(name, [])
     words = [f"trainer.algorithm.advantage_estimator={estimator}", *variant]
     if not any(word.startswith("task=") for word in variant):
         words.append("task=relay")
@@ -103,6 +118,8 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
     num_rows = fmean(values["generate/rows_mean"] for values in logged if "generate/rows_mean" in values)
     ends = {"reward_before": rewards[0], "reward_after": rewards[-1]}
     row = {"estimator": name, **ends, "rows_per_sample": num_rows, "steps": num_taken}
+    if explained := [values[_EXPLAINED] for values in logged if _EXPLAINED in values]:
+        row["explained_variance"] = fmean(explained)
     print(row, flush=True)
     return row
 

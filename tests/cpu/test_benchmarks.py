@@ -33,7 +33,7 @@ from benchmarks.staleness_tables import tables
 from benchmarks.turn_policy import make_policy
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import advice
-from skyrl_async.registries import ADVANTAGE_ESTIMATORS
+from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.tasks.registry import get_task
 from skyrl_async.tasks.tiny_policy import task_tokenizer
@@ -359,10 +359,12 @@ def test_partial_credit_is_at_the_digits_of_right_sums_and_at_the_end_of_a_right
 def test_runs_of_estimators_are_configurations_and_those_that_are_not_run_again_are_kept_with_their_commit(
     tmp_path: Path,
 ) -> None:
-    for name in RUNS:
-        config = from_overrides(*overrides(name, 30))
+    configs = {name: from_overrides(*overrides(name, 30)) for name in RUNS}
+    for name, config in configs.items():
         assert name.startswith(config.trainer.algorithm.advantage_estimator) and advice(config) == []
-    assert config.task.reward == "benchmarks.estimator_runs:partial_credit"
+    assert configs["gae, partial_credit"].task.reward == "benchmarks.estimator_runs:partial_credit"
+    built_in = {name for name in POLICY_LOSSES.entries if POLICY_LOSSES.is_builtin(name)}
+    assert {config.trainer.algorithm.policy_loss_type for config in configs.values()} == built_in
     path = tmp_path / "runs.json"
     rows = [{"estimator": "grpo", "reward_after": 1.0}, {"estimator": "gae", "commit": "b"}]
     path.write_text(json.dumps({"conditions": {"seed": 0, "commit": "a"}, "rows": rows}))
