@@ -171,8 +171,15 @@ class DeadlineError(SkyRLAsyncError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's class, and the first and the last line of its message."""
-    return f"{type(error).__name__}: {first_and_last_line(str(error))}"
+    """The error's class, and the first and the last line of its message, fit for a terminal."""
+    return f"{type(error).__name__}: {printable(first_and_last_line(str(error)))}"
+
+
+def printable(text: str) -> str:
+    """Text from outside with escapes in place of what a terminal would obey: characters that are neither printable nor ends of lines."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def first_and_last_line(text: str) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 
+from skyrl_async.errors import printable
+
 Row = Mapping[str, float]
 """Figures of a step by metric name."""
 
@@ -269,4 +271,4 @@ def _commonest(reasons: Sequence[str]) -> str:
         return ""
     kind, num = kinds.most_common(1)[0]
     newest = next(reason for reason in reversed(reasons) if _NUMBER.sub("#", reason) == kind)
-    return f", {num / len(reasons):.0%} of them with {shorten(newest, _MAX_REASON, placeholder=' ...')}"
+    return f", {num / len(reasons):.0%} of them with {shorten(printable(newest), _MAX_REASON, placeholder=' ...')}"

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,6 @@ from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
-from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +57,11 @@ class Recorder:
             yield
         figures.add_seconds(name, loop.time() - started)
 
-    def record_step(self, version: int, groups: Sequence[Group]) -> None:
-        """Record the groups that were trained in step ``version``, or in the batch that ends with it."""
-        for group in groups:
-            self.record.add(EndedGroup(group=group, outcome=Outcome.TRAINED, step=version))
+    def record_step(self, figures: StepFigures) -> None:
+        """Record the groups that were trained in a step, or in the batch that ends with it."""
+        for group in figures.groups:
+            ended = EndedGroup(group=group, outcome=Outcome.TRAINED, step=figures.version, reason=figures.why_untaken)
+            self.record.add(ended)
         self.record.end_step()
 
     def count_generation(self) -> None:

@@ -57,6 +57,8 @@ class StepFigures:
     """Smallest factor on the learning rate among the optimizer steps taken; 0: one was refused."""
     num_refused_steps: int = 0
     """Optimizer steps that ``trainer.guard.min_ess`` refused."""
+    num_warmup_steps: int = 0
+    """Optimizer steps in which the critic alone was trained."""
     critic: dict[str, float] = field(default_factory=dict)
     """Figures of the critic's last step by metric name; empty without one."""
     denominator: float = 0.0
@@ -193,6 +195,13 @@ class StepFigures:
     def is_all_masked(self) -> bool:
         """Whether off-policy corrections masked every token: the policy gradient is 0, and the step only increases the version."""
         return 0 < self.num_passed_tokens <= self.sums.get("correction_masked_sum", 0.0)
+
+    @property
+    def why_untaken(self) -> str | None:
+        """Why the policy has taken no optimizer step; None if it has taken one."""
+        if self.num_warmup_steps == self.num_steps:
+            return "trainer.critic.warmup_steps: the critic alone was trained"
+        return "trainer.guard.min_ess refused the step" if self.num_refused_steps == self.num_steps else None
 
     @property
     def trains_nothing(self) -> bool:

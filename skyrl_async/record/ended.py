@@ -12,7 +12,7 @@ class Outcome(StrEnum):
     """What became of a sample."""
 
     TRAINED = "trained"
-    """Its tokens are in a gradient."""
+    """Its tokens are in a gradient; a reason says why no step was taken with that."""
     MASKED = "masked"
     """Part of a trained group, but a length limit cut it, or all of its tokens are older than the bound: no token is in a gradient."""
     ABANDONED = "abandoned"
@@ -25,6 +25,9 @@ class Outcome(StrEnum):
     """It failed, or other samples of its group did and the group cannot be trained."""
     HELD_OUT = "held_out"
     """A sample of an evaluation."""
+
+
+OTHERS_FAILED = "other samples of its group failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,15 +184,17 @@ def _work_of(group: Group, sample: int) -> tuple[float, Sequence[str] | None]:
 
 
 def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
+    failure = _utf8(row.logs.get("failure")) if row.is_abandoned else None
     if ended.outcome is not Outcome.TRAINED:
-        return ended.outcome, ended.reason
+        is_failure = failure is not None and ended.outcome in (Outcome.FAILED, Outcome.HELD_OUT)
+        return (Outcome.FAILED, failure) if is_failure else (ended.outcome, ended.reason)
     if row.is_abandoned:
-        return Outcome.ABANDONED, _utf8(row.logs.get("failure")) or "its harness ended without a reward"
+        return Outcome.ABANDONED, failure or "its harness ended without a reward"
     if row.is_overlong:
         return Outcome.MASKED, "a length limit cut it"
     if not row.num_sampled_tokens:
         return Outcome.MASKED, "all of its tokens are masked"
-    return Outcome.TRAINED, None
+    return Outcome.TRAINED, ended.reason
 
 
 def _mean(advantages: Advantages, row: Trajectory) -> float | None:

@@ -9,10 +9,11 @@ values. Does not know files, nor what a generator's own state means.
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from skyrl_async.columns import fields_of
@@ -69,6 +70,8 @@ class SampleStates:
         self._restored: dict[int, SampleState] = {}
         self._live: dict[int, Callable[[], SampleState | None]] = {}
         self._finished: dict[int, SampleState] = {}
+        self.failed: dict[int, tuple[Trajectory, ...]] = {}
+        """What failed samples had sampled, for the record: of the newest try that tells."""
         self._counts.restarted_trajectories += num_samples - len(self._saved)
         self._counts.lost_tokens += sum(sample.num_tokens for i, sample in saved.items() if i not in self._saved)
 
@@ -103,6 +106,19 @@ class SampleStates:
         """
         self.forget([index])
         self._finished[index] = SampleState(rows=tuple(rows), num_tokens=sum(row.num_sampled_tokens for row in rows))
+
+    def fail(self, index: int, rows: Sequence[Trajectory], why: str) -> None:
+        """Keep for the record what a sample had sampled when it failed; none of it is trained. Part of no checkpoint."""
+        self.failed[index] = tuple(
+            replace(
+                row,
+                sample_index=index,
+                loss_mask=np.zeros_like(row.loss_mask),
+                is_abandoned=True,
+                logs=row.logs | {"failure": why},
+            )
+            for row in rows
+        )
 
     def restore_finished(self, index: int) -> tuple[Trajectory, ...] | None:
         """Return the rows of a sample that was finished in the checkpoint; None for a sample that must be generated."""

@@ -16,7 +16,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.data.dataloader import _AsyncDataloader
 from skyrl_async.errors import ENDS_RUN, in_one_line
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
+from skyrl_async.record.ended import OTHERS_FAILED, EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.buffer import GroupBuffer
 from skyrl_async.rollout.failed_samples import FailureWatch, RolloutResult
 from skyrl_async.rollout.finished_group_filter import FinishedGroupFilter
@@ -382,15 +382,17 @@ class GenerationWorkers:
     def _record_failed(
         self, group: _GroupInFlight, finished: Mapping[int, Sequence[Trajectory]], error: Exception
     ) -> None:
-        """Record the samples that failed, and the rows of ``finished`` ones of a group that cannot be trained."""
+        """Record the samples that failed, as far as they had come, and the rows of ``finished`` ones of a group that cannot be trained."""
         rows = [replace(row, sample_index=index) for index, rows in finished.items() for row in rows]
+        lost = {i: rows for i, rows in group.sample_states.failed.items() if i not in finished and rows}
+        rows += [row for rows_of_one in lost.values() for row in rows_of_one]
         self.record.add(
             EndedGroup(
                 group=_ended(group, tuple(rows)),
                 outcome=Outcome.FAILED,
                 step=self.staleness.last_version + 1,
-                reason="other samples of its group failed",
-                failed=[index for index in range(self._num_samples) if index not in finished],
+                reason=OTHERS_FAILED,
+                failed=[index for index in range(self._num_samples) if index not in finished and index not in lost],
                 failure=error,
             )
         )

@@ -105,7 +105,8 @@ class SimulationSettings:
     is_one_step_off: bool = False
     """Schedule ``one_step_off``; set ``max_staleness_steps=1`` and ``stream_mini_batch=False`` with it."""
     max_publish_retries: int = 0
-    stream_mini_batch: bool = True
+    stream_mini_batch: bool | None = None
+    """As ``trainer.stream_mini_batch``."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """As ``trainer.algorithm``; advantages are the argument of ``Simulation``."""
     deterministic: bool = False

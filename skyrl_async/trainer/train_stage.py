@@ -244,7 +244,7 @@ class TrainStage:
         """Take the batch's last optimizer step after all gradients are added; returns the policy's values, by metric name."""
         policy_values = await self._optimizer_step(figures)
         await self._run.dataloader.mark_consumed_uids([(g.epoch, g.uid) for g in figures.groups])
-        self._run.recorder.record_step(figures.version, figures.groups)
+        self._run.recorder.record_step(figures)
         self.is_torn = False
         policy_values |= self._step_advantages.end_step()
         await self._run.staleness.notify_step(figures.version)
@@ -259,7 +259,7 @@ class TrainStage:
             version, figures.num_refused_steps = figures.current_version + 1, figures.num_refused_steps + 1
             logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
         if self._critic is not None and figures.current_version < self._critic.warmup_steps:
-            lr_scale = 0.0
+            lr_scale, figures.num_warmup_steps = 0.0, figures.num_warmup_steps + 1
         async with self._beside_critic(figures, CriticTraining.step):
             with self._run.recorder.timed(figures, "optimizer_step", track="training"):
                 policy_values = await self._policy.step(figures.loss_denominator, lr_scale)

@@ -128,7 +128,8 @@ class Evaluator:
                 except Exception as error:
                     logger.error("evaluation of %s failed for good: %s", prompt.uid, in_one_line(error))
                     failures.append((prompt, error))
-                    self._record_ended(request, version, (), loop.time() - started, error)
+                    played = [row for rows in request.sample_states.failed.values() for row in rows]
+                    self._record_ended(request, version, tuple(played), loop.time() - started, error)
                     return ()
 
         groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
@@ -148,7 +149,8 @@ class Evaluator:
         seconds: float,
         failure: Exception | None = None,
     ) -> None:
-        """Record the samples of a prompt; with a ``failure`` none of them was finished."""
+        """Record the samples of a prompt; with a ``failure`` none of them is judged, and ``rows`` are what failed ones had sampled."""
+        present = {row.sample_index for row in rows}
         group = Group(
             uid=request.prompt.uid,
             admission_index=-1,
@@ -162,7 +164,7 @@ class Evaluator:
                 group=group,
                 outcome=Outcome.HELD_OUT,
                 step=version,
-                failed=() if failure is None else range(self._config.n_samples_per_prompt),
+                failed=() if failure is None else [i for i in range(request.num_samples) if i not in present],
                 failure=failure,
             )
         )

@@ -19,7 +19,7 @@ from skyrl_async.config.help import flat
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.alarms import Alarm, alarms, is_read
 from skyrl_async.metrics.trace_parts import Span, read_spans, trace_end
-from skyrl_async.record.ended import Outcome
+from skyrl_async.record.ended import OTHERS_FAILED, Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
 from skyrl_async.view.metrics_file import MAX_POINTS, MetricsFile
 
@@ -102,12 +102,14 @@ class ViewedRun:
         files = files_in(self.directory / DIRECTORY)
         begin = max(0, files[-1].end - _FAILURE_ROWS) if files else 0
         try:
-            rows = read_samples(self.directory, ["outcome", "reason", "num_response_tokens"], begin=begin).to_pylist()
+            rows = read_samples(self.directory, ["outcome", "reason"], begin=begin).to_pylist()
         except CheckpointError:  # the table of samples says so
             return []
-        # Finished samples of a group that failed have tokens.
-        failed = (row for row in rows if row["outcome"] == Outcome.FAILED and row["num_response_tokens"] is None)
-        return [row["reason"] for row in failed]
+        return [
+            row["reason"]
+            for row in rows
+            if row["outcome"] == Outcome.FAILED and row["reason"] not in (None, OTHERS_FAILED)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """The values in force by key; empty where they are not known."""
@@ -138,7 +140,7 @@ class ViewedRun:
             coded = table[name].combine_chunks().dictionary_encode()
             columns[name] = {"texts": coded.dictionary.to_pylist(), "codes": coded.indices.to_pylist()}
         columns["engines"] = [engines and ", ".join(engines) for engines in table["engines"].to_pylist()]
-        columns["first_version"], columns["last_version"] = _version_range(table["policy_versions"].combine_chunks())
+        columns |= _sampled(table["policy_versions"].combine_chunks())
         return columns
 
     def find(self, words: str, begin: int = 0) -> dict[str, Any]:
@@ -223,20 +225,22 @@ class ViewedRun:
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
 
-def _version_range(versions: "pa.Array") -> tuple[list[int | None], list[int | None]]:
-    """The oldest and newest policy version of each row; None for one without sampled tokens."""
+def _sampled(versions: "pa.Array") -> dict[str, list[int | None]]:
+    """How many tokens of each row were sampled, trained or not, and by which policy versions; None for a row without."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    version, start, end = pc.list_flatten(versions).flatten()
     spans = pa.table(
-        {"row": pc.list_parent_indices(versions), "version": pc.struct_field(pc.list_flatten(versions), "version")}
-    )
-    ends = spans.filter(pc.field("version") >= 0).group_by("row").aggregate([("version", "min"), ("version", "max")])
-    oldest: list[int | None] = [None] * len(versions)
-    newest = list(oldest)
-    for row, low, high in zip(*(ends[name].to_pylist() for name in ("row", "version_min", "version_max")), strict=True):
-        oldest[row], newest[row] = low, high
-    return oldest, newest
+        {"row": pc.list_parent_indices(versions), "version": version, "length": pc.subtract(end, start)}
+    ).filter(pc.field("version") >= 0)
+    ends = spans.group_by("row").aggregate([("version", "min"), ("version", "max"), ("length", "sum")])
+    names = {"first_version": "version_min", "last_version": "version_max", "num_tokens": "length_sum"}
+    found: dict[str, list[int | None]] = {name: [None] * len(versions) for name in names}
+    for name, of_row in names.items():
+        for row, value in zip(ends["row"].to_pylist(), ends[of_row].to_pylist(), strict=True):
+            found[name][row] = value
+    return found
 
 
 class _ShortSpans:

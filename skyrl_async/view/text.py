@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, printable
 from skyrl_async.record.files import DIRECTORY, read_samples
 
 _COLUMNS = (
@@ -40,7 +40,7 @@ def _lines(uid: str, rows: list[dict[str, Any]]) -> Iterator[str]:
         samples = list(group)
         first = samples[0]
         drawn = "held out" if first["epoch"] is None else f"epoch {first['epoch']}"
-        yield f"{_shown(uid)}: {drawn}, step {first['step']}, scheduled at version {first['scheduled_version']}\n"
+        yield f"{printable(uid)}: {drawn}, step {first['step']}, scheduled at version {first['scheduled_version']}\n"
         for row in samples:
             yield f"\n--- {_figures(row)}\n"
             if row["turns"] is None:
@@ -48,9 +48,10 @@ def _lines(uid: str, rows: list[dict[str, Any]]) -> Iterator[str]:
             for turn in row["turns"] or ():
                 answered = [turn[name] for name in ("name", "tool_call_id") if turn[name]]
                 earned = "" if turn["reward"] is None else f", reward {turn['reward']:.4g}"
-                yield f"[{_shown(' '.join([turn['role'], *answered]))}{earned}] {_shown(turn['text']).rstrip()}\n"
+                yield f"[{printable(' '.join([turn['role'], *answered]))}{earned}] {printable(turn['text']).rstrip()}\n"
                 for call in turn["tool_calls"]:
-                    yield f"  -> {_shown(call['name'])}({_shown(call['arguments'] or '')}){_shown(' ' + (call['id'] or '')).rstrip()}\n"
+                    name, given, call_id = (printable(call[part] or "") for part in ("name", "arguments", "id"))
+                    yield f"  -> {name}({given}) {call_id}".rstrip() + "\n"
         yield "\n"
 
 
@@ -58,20 +59,14 @@ def _figures(row: Mapping[str, Any]) -> str:
     branch = f" branch {row['branch']}" if row["branch"] else ""
     parts = [f"sample {row['sample']}{branch}: {row['outcome']}"]
     if row["reason"] is not None:
-        parts[0] += f" ({_shown(row['reason'])})"
+        parts[0] += f" ({printable(row['reason'])})"
     parts += [f"{name} {row[name]:.4g}" for name in ("reward", "shaped_reward", "advantage") if row[name] is not None]
     if row["num_sampled_tokens"] is not None:
-        versions = sorted({span["version"] for span in row["policy_versions"] if span["version"] >= 0})
+        spans = [span for span in row["policy_versions"] if span["version"] >= 0]
+        versions = sorted({span["version"] for span in spans})
         span = f" of version {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else ""
-        parts.append(f"{row['num_sampled_tokens']} tokens{span}")
+        parts.append(f"{sum(span['end'] - span['start'] for span in spans)} tokens{span}")
     parts += [f"staleness {row['staleness']}"] if row["staleness"] is not None else []
     parts += [f"{row['num_aborts']} aborts"] if row["num_aborts"] else []
     parts += ["truncated"] if row["is_truncated"] else []
     return ", ".join(parts)
-
-
-def _shown(text: str) -> str:
-    """The text with escapes in place of characters that are neither printable nor ends of lines."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
-    )

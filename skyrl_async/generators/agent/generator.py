@@ -228,6 +228,9 @@ class AgentGenerator:
             except Exception as error:  # not the agent's fault, nor the policy's
                 error.add_note(f"which rewards sample {index} of prompt {task.uid!r}")
                 self._first_samples.count(f"{task.uid}-{index}", in_one_line(error))
+                with contextlib.suppress(SessionError):
+                    rows = await session.abandon(metrics=metrics)
+                    request.sample_states.fail(index, rows, f"{type(error).__name__}: {error}")
                 raise
         if failure and not request.is_evaluation:
             rows = await session.abandon(metrics=metrics)
@@ -247,6 +250,8 @@ class AgentGenerator:
             {"failure": failure.message} if failure else {}
         )
         rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
+        if failure:
+            request.sample_states.fail(index, rows, failure.message)
         return _Sample(rows=rows, failure=failure)
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | Failure:

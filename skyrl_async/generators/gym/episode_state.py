@@ -6,6 +6,7 @@ know how turns are sampled, nor environments: it holds the snapshot of one that 
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -261,6 +262,13 @@ class EpisodeState:
     def num_delivered_tokens(self) -> int:
         """Tokens sampled in turns that have ended."""
         return self.builder.num_sampled_tokens + (0 if self.turn is None else len(self.turn.completion.token_ids))
+
+    def lost_rows(self) -> tuple[Trajectory, ...]:
+        """What was sampled of an episode that has failed, with a turn that the environment has not answered."""
+        if self.turn is not None:
+            with suppress(GenerationError):  # such as a prompt that does not continue the episode: why it failed
+                self.builder.add_turn(self.turn.completion)
+        return (self.builder.build(is_truncated=False, metrics={}),) if self.builder.turns else ()
 
     def sample_state(self) -> SampleState | None:
         """For a checkpoint, at a cost that grows with the turns only; None before anything has happened.

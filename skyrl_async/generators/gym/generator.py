@@ -82,6 +82,7 @@ class EpisodeGenerator(ABC):
             return await self._take_turns(request, sample_index, calls, state)
         except Exception as error:
             error.add_note(f"in environment {prompt.env_class!r}, prompt {prompt.uid!r}, sample {sample_index}")
+            request.sample_states.fail(sample_index, state.lost_rows(), f"{type(error).__name__}: {error}")
             raise
         finally:
             calls.close()

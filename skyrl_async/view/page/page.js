@@ -50,7 +50,7 @@ function drawAlarms() {
   drawAlarms.key = key;
   byId("alarms").replaceChildren(...all.map((alarm) =>
     el("div", { className: "alarm" },
-      el("b", {}, overview.runs.length > 1 ? `${runName(alarm.run)}: ` : "", alarm.says), `, since step ${alarm.since_step} `,
+      el("b", {}, overview.runs.length > 1 ? `${runName(alarm.run)}: ` : "", shown(alarm.says)), `, since step ${alarm.since_step} `,
       el("code", {}, alarm.metric), ". ", alarm.advice)));
 }
 

@@ -14,7 +14,7 @@ const COLUMNS = [
   { name: "advantage", width: "102px", of: (s) => number(s.advantage, 3), by: (s) => s.advantage, n: true },
   { name: "staleness", width: "94px", of: (s) => number(s.staleness), by: (s) => s.staleness, n: true },
   { name: "versions", width: "88px", of: versionsOf, by: (s) => s.first_version, n: true },
-  { name: "tokens", width: "90px", of: (s) => number(s.num_sampled_tokens), by: (s) => s.num_sampled_tokens, n: true },
+  { name: "tokens", width: "90px", of: (s) => number(s.num_tokens), by: (s) => s.num_tokens, n: true },
   { name: "turns", width: "66px", of: (s) => number(s.num_turns), by: (s) => s.num_turns, n: true },
   { name: "seconds", width: "86px", of: (s) => number(s.seconds, 3), by: (s) => s.seconds, n: true },
   { name: "engine", width: "minmax(90px, 1fr)", of: (s) => shown(s.engines || ""), by: (s) => s.engines },
@@ -22,7 +22,7 @@ const COLUMNS = [
 ];
 // Figures between two bounds; a sample of several versions has a range of its own.
 const RANGES = {
-  reward: (s) => [s.reward, s.reward], tokens: (s) => [s.num_sampled_tokens, s.num_sampled_tokens], step: (s) => [s.step, s.step],
+  reward: (s) => [s.reward, s.reward], tokens: (s) => [s.num_tokens, s.num_tokens], step: (s) => [s.step, s.step],
   staleness: (s) => [s.staleness, s.staleness], version: (s) => [s.first_version, s.last_version],
 };
 const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, searched: [], isCut: false, chosen: null, mode: "version", isSide: false };
@@ -275,7 +275,8 @@ function loadSample(sample) {
 function figuresOf(sample) {
   const figures = {
     sample: sample.branch ? `${sample.sample}, branch ${sample.branch}` : sample.sample, step: sample.step, reward: sample.reward, "shaped reward": sample.shaped_reward,
-    advantage: sample.advantage, staleness: sample.staleness, versions: versionsOf(sample) || null, tokens: sample.num_sampled_tokens,
+    advantage: sample.advantage, staleness: sample.staleness, versions: versionsOf(sample) || null, tokens: sample.num_tokens,
+    trained: sample.num_tokens === sample.num_sampled_tokens ? null : sample.num_sampled_tokens,
     aborts: sample.num_aborts || null, seconds: sample.seconds, engine: sample.engines,
   };
   return el("div", {},
@@ -426,7 +427,7 @@ function drawTree(place, rows) {
     const all = browse.samples[browse.chosen.run];
     const sample = all.find((one) => one.row === row.row);
     (from < 0 ? roots : lists[from]).append(el("li", {}, el("button", { className: sample === browse.chosen ? "on" : "", onclick: () => choose(sample) },
-      `branch ${row.branch}: ${number(row.num_sampled_tokens)} tokens${where}`), lists[i]));
+      `branch ${row.branch}: ${number(sample.num_tokens)} tokens${where}`), lists[i]));
   });
   place.replaceChildren(roots);
 }

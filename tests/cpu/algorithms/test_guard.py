@@ -11,7 +11,9 @@ import torch
 from skyrl_async.algorithms.guard import Guard
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.trainer import GuardConfig
+from skyrl_async.record.ended import Outcome
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import KeptGroups
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from tests.cpu.trainer.test_critic import weights_after_each_step
 from tests.cpu.trainer.test_deterministic_run import NUM_STEPS, Job, Running, policy_dir, train
@@ -33,9 +35,10 @@ def test_a_step_takes_the_square_root_of_its_share_and_none_below_the_least() ->
 def test_groups_of_refused_steps_count_as_trained_and_the_run_goes_on() -> None:
     settings = SimulationSettings(mean_tokens=60.0, num_steps=6, mini_batch_size=4)
     scales: list[float] = []
+    kept = KeptGroups()
 
     async def main() -> Simulation:
-        simulation = Simulation(settings)
+        simulation = Simulation(settings, record=kept)
         config = simulation.trainer._run.config.trainer
         assert config.guard == GuardConfig()
         simulation.trainer._train_stage._guard = Guard(min_ess=0.5)
@@ -63,6 +66,8 @@ def test_groups_of_refused_steps_count_as_trained_and_the_run_goes_on() -> None:
     assert [values["policy/lr_scale"] for _, values in simulation.logged if "policy/lr_scale" in values] == scales
     assert simulation.staleness.trained_version == 6
     assert simulation.logged[-1][1]["policy/refused_steps"] == simulation.trainer.totals.summary()["refused_steps"] == 3
+    refused = {ended.step: ended.reason for ended in kept.ended if ended.outcome is Outcome.TRAINED}
+    assert [refused[step] for step in (1, 2)] == [None, "trainer.guard.min_ess refused the step"]
 
 
 LR = 1e-2

@@ -234,9 +234,11 @@ async def test_a_group_of_which_too_few_finish_fails_with_the_first_reason(
 ) -> None:
     complaint = rf"{len(indices)} of {num_samples} agents failed on p/1, the first one: RuntimeError: tool {indices[0]}"
     async with stand_in(echo) as endpoint, agents(endpoint, failing(*indices)) as generator:
+        asked = request(num_samples)
         with pytest.raises(GenerationError, match=complaint):
-            await generator.generate(request(num_samples))
+            await generator.generate(asked)
         assert everything_is_released(endpoint)
+    assert asked.sample_states.failed.keys() == set(indices), "what they did is kept"
 
 
 async def test_finished_agents_are_kept_when_too_few_finish_and_only_the_others_run_again() -> None:
@@ -520,10 +522,16 @@ async def test_a_harness_that_rewards_itself_with_no_number_fails_the_group() ->
 
 async def test_an_environment_that_fails_fails_the_group_by_name() -> None:
     prompt = Prompt(uid="q", messages=PROMPT.messages, env_class="quiz", extras={"reward_spec": {}})
+    asked = request(prompt=prompt)
     async with stand_in(echo) as endpoint, agents(endpoint) as generator:
         with pytest.raises(KeyError, match="ground_truth"):
-            await generator.generate(request(prompt=prompt))
+            await generator.generate(asked)
         assert everything_is_released(endpoint)
+    lost = {
+        index: [(row.num_sampled_tokens, row.logs) for row in rows]
+        for index, rows in asked.sample_states.failed.items()
+    }
+    assert lost == {i: [(0, {"failure": "KeyError: 'ground_truth'"})] for i in (0, 1)}, "what the agents did is kept"
 
 
 def said(*texts: str) -> list[dict[str, Any]]:

@@ -378,8 +378,14 @@ async def test_an_environment_that_raises_ends_the_group_with_its_error_and_clos
 ) -> None:
     envs = [Failing(), Quiz(), Quiz()]
     waiting = iter(envs)
+    asked = request(num_samples=3)
     with pytest.raises(ZeroDivisionError, match="the tool broke") as caught:
-        await play(ScriptedSampler(["a", "b"]), lambda name, extras: next(waiting), request(num_samples=3))
+        await play(ScriptedSampler(["a", "b"]), lambda name, extras: next(waiting), asked)
+    (lost,) = asked.sample_states.failed[0]
+    assert len(lost.response_token_ids) > 0 == lost.num_sampled_tokens and lost.versions.distinct != {
+        ENVIRONMENT_VERSION
+    }
+    assert lost.is_abandoned and lost.logs == {"failure": "ZeroDivisionError: the tool broke"}
     assert caught.value.__notes__ == ["in environment 'quiz', prompt 'p', sample 0"]
     assert all(env.closed.is_set() for env in envs)
 

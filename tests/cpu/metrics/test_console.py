@@ -233,13 +233,13 @@ def test_an_alarm_keeps_its_step_however_long_it_lasts_and_a_slow_engine_is_name
     assert len(last) == 1 and "that the others do: b (since step 3;" in last[0]
 
 
-def test_an_alarm_on_failing_samples_says_why_they_fail() -> None:
+def test_an_alarm_on_failing_samples_says_why_they_fail_and_commands_no_terminal() -> None:
     console, file, _ = plain()
-    console.watch(list, lambda: ["OSError: gone"])
+    console.watch(list, lambda: ["OSError: gone \x1b[2J"])
     with console:
         for step in range(1, 10):
             console.log(step, {"generate/failed_frac": 0.5})
-    assert "[alarm: 50% of the samples fail, 100% of them with OSError: gone (since" in file.getvalue()
+    assert "[alarm: 50% of the samples fail, 100% of them with OSError: gone \\x1b[2J (since" in file.getvalue()
 
 
 def test_a_terminal_shows_the_newest_alarm() -> None:

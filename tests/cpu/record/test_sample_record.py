@@ -287,6 +287,7 @@ class FailsSometimes(ModelledGenerator):
     async def generate(self, request: Any) -> tuple[Trajectory, ...]:
         rows = await super().generate(request)
         if int(request.prompt.uid[1:]) % 5 == 0 and not request.is_evaluation:
+            request.sample_states.fail(0, rows[:1], "its tool is broken")
             raise RuntimeError("the tool is broken")
         is_equal = int(request.prompt.uid[1:]) % 3 == 0
         return tuple(replace(row, reward=0.0 if is_equal else float(i % 2)) for i, row in enumerate(rows))
@@ -337,6 +338,10 @@ def test_every_group_of_a_run_is_in_its_record_once_and_as_it_was_trained(tmp_pa
         assert (found["step"], found["reward"]) == (step, trajectory.reward)
         assert found["response_token_ids"] == trajectory.response_token_ids.tolist()
         assert found["policy_versions"] == trajectory.versions.to_json()
+    failed = {
+        (r["sample"], r["reason"], r["response_token_ids"] is None) for r in rows if r["outcome"] == Outcome.FAILED
+    }
+    assert failed == {(0, "its tool is broken", False), (1, "RuntimeError: the tool is broken", True)}
     newest = simulation.trainer.newest_checkpoint
     assert newest is not None and 0 < read_state(newest).num_recorded <= len(rows)
 

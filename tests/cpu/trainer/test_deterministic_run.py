@@ -114,7 +114,7 @@ class Job:
     num_steps: int = NUM_STEPS
     """Batches."""
     max_staleness_steps: int = 0
-    stream_mini_batch: bool = True
+    stream_mini_batch: bool | None = None
     micro_batch_tokens: int = 4096
     checkpoint_interval_steps: int = 0
     check_interval_steps: int = 1

@@ -113,7 +113,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> ViewedRun:
     record = SampleRecord(tmp_path / DIRECTORY, turns_of=turns, groups_with_text=1)
-    record.add(ended("sum-1", 3, Outcome.TRAINED, row(), row(reward=0.0)))
+    record.add(ended("sum-1", 3, Outcome.TRAINED, row(), row(reward=0.0, loss_mask=[False] * 3, is_overlong=True)))
     record.add(ended("sum-2", 4, Outcome.FAILED, failed=[0], failure=OSError("gone")))
     record.close()
     append(tmp_path / "metrics.jsonl", step(1))
@@ -123,6 +123,7 @@ def run(tmp_path: Path) -> ViewedRun:
 def test_figures_of_rows_come_by_column_from_a_row_on(run: ViewedRun) -> None:
     found = run.samples(0)
     assert found["row"] == [0, 1, 2, 3] and found["first_version"] == [1, 1, 1, None]
+    assert found["num_tokens"] == [2, 2, 2, None], "trained or not"
     assert [found["outcome"]["texts"][code] for code in found["outcome"]["codes"]][::3] == ["trained", "failed"]
     assert run.samples(3)["row"] == [3] and run.samples(4)["row"] == []
 
