@@ -25,6 +25,7 @@ const RANGES = {
   reward: (s) => [s.reward, s.reward], tokens: (s) => [s.num_tokens, s.num_tokens], step: (s) => [s.step, s.step],
   staleness: (s) => [s.staleness, s.staleness], version: (s) => [s.first_version, s.last_version],
 };
+const STACKED = 1100; // pixels up to which a sample is below the table, as in the style sheet
 const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, searched: [], isCut: false, chosen: null, mode: "version", isSide: false };
 
 function buildSamples() {
@@ -159,7 +160,11 @@ function clearFilters() {
 
 function filterRows() {
   const text = (id) => byId(id).value.trim();
-  const bound = (id, without) => (text(id) === "" || Number.isNaN(Number(text(id))) ? without : Number(text(id)));
+  const bound = (id, without) => {
+    const value = text(id) === "" ? without : Number(text(id));
+    byId(id).ariaInvalid = Number.isNaN(value);
+    return Number.isNaN(value) ? without : value;
+  };
   const [run, outcome, uid] = [text("of-run"), text("of-outcome"), text("of-uid").toLowerCase()];
   const ranges = Object.entries(RANGES).map(([name, of]) => ({ of, low: bound(`${name}-from`, -Infinity), high: bound(`${name}-to`, Infinity) }))
     .filter(({ low, high }) => Number.isFinite(low) || Number.isFinite(high));
@@ -186,7 +191,7 @@ function sortRows() {
     return sign * (x < y ? -1 : 1);
   });
   const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${browse.isCut ? `; the words are also in older ones: only the newest ${number(browse.found.reduce((sum, of) => sum + of.size, 0))} are found` : ""}`;
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${RECORDED && browse.words ? `; the report has ${number(RECORDED.runs.reduce((sum, run) => sum + Object.keys(run.rows).length, 0))} texts to search` : ""}${browse.isCut ? `; the words are also in older ones: only the newest ${number(browse.found.reduce((sum, of) => sum + of.size, 0))} are found` : ""}`;
   drawRows();
 }
 
@@ -232,6 +237,7 @@ function choose(sample) {
   byId("browse").classList.add("open");
   drawRows();
   drawDetail();
+  if (innerWidth <= STACKED) byId("detail").scrollIntoView();
 }
 
 function drawDetail() {

@@ -241,6 +241,8 @@ def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> 
         expect(page.locator("#num-rows")).to_have_text("2 of 6 samples")
         assert "disk gone" in rows_shown(page)[-1]
         page.get_by_text("clear").click()
+        page.fill("#reward-from", "half")
+        expect(page.locator("#reward-from")).to_have_attribute("aria-invalid", "true")
         page.fill("#reward-from", "0.5")
         expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
         page.get_by_text("clear").click()
@@ -447,6 +449,9 @@ def test_a_report_is_one_file_that_needs_no_network(run_dir: Path, page: Page, t
     expect(page.locator(".panel canvas").first).to_be_visible()
     page.goto(f"{report.as_uri()}#/samples?run=0&row=3")
     expect(page.locator(".detail h2")).to_contain_text("evil-<b>")
+    page.fill("#words", "What is")
+    page.press("#words", "Enter")
+    expect(page.locator("#num-rows")).to_have_text("3 of 6 samples; the report has 5 texts to search")
     page.goto(f"{report.as_uri()}#/time")
     expect(page.locator("#waits td").first).to_have_text("5.5")
     expect(page.locator("#time-state")).to_contain_text("the report has the last minute")
