@@ -269,6 +269,20 @@ def of_min_ess(kept: Kept) -> Iterator[str]:
     yield f"| steps refused | {listed(((1 - row['lr_scale']) * row['steps'] for row in rows), ' | ', 0)} |"
 
 
+def of_guarded(kept: Kept) -> Iterator[str]:
+    others = [
+        json.loads((ROOT / f"benchmarks/results/staleness_curves{of}.json").read_text()) for of in ("", "_lower_rate")
+    ]
+    for name in kept["conditions"]["corrections"]:
+        plain, scaled, slower = (listed(*after(of, name, 8)) for of in (others[0], kept, others[1]))
+        yield f"| `{name}` | {plain} | {scaled} | {slower} |"
+    (plain, scaled) = ([row["reward_after"] for row in of["rows"] if row["staleness"] == 8] for of in (others[0], kept))
+    assert [sum(end < 0.87 for end in runs) for runs in (plain, scaled)] == [13, 13] and len(scaled) == 33
+    worst = min(row["reward_after"] for row in others[1]["rows"])
+    yield f"the worst ends at {min(scaled):.2f}, not at {min(plain):.2f}, and the mean of all is {fmean(scaled) - fmean(plain):.2f} higher"
+    yield f"the worst of 15 ends at {worst:.2f}"
+
+
 def of_eight_seeds(kept: Kept) -> Iterator[str]:
     ends = after(kept, "none", 0, 1, 4, 8)
     for seed, of_seed in enumerate(zip(*ends, strict=True)):
@@ -304,6 +318,7 @@ def of_half_rate(kept: Kept) -> Iterator[str]:
         ("staleness_curves_critic", "06_algorithms", of_critic),
         ("staleness_curves_distillation", "06_algorithms", of_distillation_curves),
         ("staleness_curves_min_ess", "06_algorithms", of_min_ess),
+        ("staleness_curves_guarded", "06_algorithms", of_guarded),
         ("staleness_curves_eight_seeds", "06_algorithms", of_eight_seeds),
         ("staleness_curves_half_rate", "06_algorithms", of_half_rate),
     ],
