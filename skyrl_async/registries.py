@@ -38,6 +38,8 @@ class AdvantageEntry:
     """It reads a critic's values of the tokens."""
     needs_baseline: bool = False
     """It reads the mean of what earlier samples of the prompt earned."""
+    needs_old_logprobs: bool = False
+    """It reads the log-probs of finished rows under the policy, recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,8 @@ class AdvantageEstimator:
     """Whether it reads a critic's values; groups then get ``returns`` beside advantages."""
     needs_baseline: bool = False
     """Whether it reads what earlier samples of the prompt earned."""
+    needs_old_logprobs: bool = False
+    """Whether it reads recomputed log-probs; with values it also gets those that V-trace asks for."""
     constants: AdvantageConstants = field(default_factory=AdvantageConstants)
 
     def __call__(self, groups: Sequence[GroupCredit]) -> Sequence[Sequence[Any]]:
@@ -93,11 +95,16 @@ class AdvantageEstimator:
             given = baseline if self.needs_baseline else None
             return GroupRewards(rewards=tuple(rewards), num_tokens=num_tokens, baseline=given)
         found = tuple(credit_of(*pair, reward) for pair, reward in zip(samples, rewards, strict=True))
-        if not self.needs_values:
-            return tuple(replace(one, values=None) if one.values is not None else one for one in found)
-        if any(one.values is None for one in found):
+        if self.needs_values and any(one.values is None for one in found):
             raise TrainingError(f"{_KEY} needs trajectories with values, which a critic computes; some have none")
-        return found
+        if self.needs_old_logprobs and any(one.log_ratios is None for one in found):
+            raise TrainingError(
+                f"{_KEY} needs trajectories with old_logprobs, which the stage logp computes; some have none"
+            )
+        if self.needs_values:
+            return found
+        unasked: dict[str, Any] = {"values": None} if self.needs_old_logprobs else {"values": None, "log_ratios": None}
+        return tuple(replace(one, **unasked) for one in found)
 
     def columns(self, samples: Sequence[tuple[Sample, Sample]], seen: GroupCredit, found: Sequence[Any]) -> _Columns:
         """The columns of the rows of a group's samples, from what ``compute`` gives for ``seen``.
@@ -244,6 +251,7 @@ def make_advantage_estimator(name: str, constants: AdvantageConstants | None = N
         needs_mini_batch=entry.needs_mini_batch,
         needs_values=entry.needs_values,
         needs_baseline=entry.needs_baseline,
+        needs_old_logprobs=entry.needs_old_logprobs,
         constants=constants,
     )
 
@@ -265,15 +273,16 @@ def register_advantage_estimator(
         needs: ``needs_mini_batch``: the function takes all groups of a mini-batch, not one group. ``needs_values``: it reads a critic's
             values, and returns per token or turn what was earned from it on less the value before it; the value is trained towards itself
             plus the weight of V-trace times that advantage (``credit.returns_of``). ``needs_baseline``: it takes (rewards, baseline), the
-            mean of what earlier samples of the prompt earned.
+            mean of what earlier samples of the prompt earned. ``needs_old_logprobs``: it reads ``SampleCredit.log_ratios``.
 
     Raises:
         ConfigError: the function is not at the top of a module that can be imported, or there is no such unit.
     """
     if unit not in list(Unit):
         raise ConfigError(f"unit must be one of {', '.join(Unit)}, got {unit!r}")
-    if unit == Unit.SAMPLE and needs.get("needs_values"):
-        raise ConfigError(f"unit must be turn or token with needs_values=True, got {unit!r}: values are of tokens")
+    for need, what in (("needs_values", "values"), ("needs_old_logprobs", "log-probs")):
+        if unit == Unit.SAMPLE and needs.get(need):
+            raise ConfigError(f"unit must be turn or token with {need}=True, got {unit!r}: {what} are of tokens")
 
     def register(function: F) -> F:
         entry = AdvantageEntry(path=path_of(function), unit=Unit(unit), needs_groups=needs_groups, **needs)

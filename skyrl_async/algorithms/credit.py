@@ -8,7 +8,7 @@ A sample whose history was rewritten has several rows. Its turns are in the orde
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,9 @@ class SampleCredit:
     the same. Empty for a turn that no row trains."""
     logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     """(N,) float32: behavior log-probs of the trained tokens, nats."""
-    log_ratios: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
+    log_ratios: Logprobs | None = None
     """(N,) float32, nats: recomputed log-probs of the trained tokens less the behavior ones; exactly 0 for tokens that the recomputed
-    policy has sampled itself, and where nothing was recomputed."""
+    policy has sampled itself. None unless the estimator asks for recomputed log-probs."""
     values: Values | None = None
     """(N,) float32: a critic's values of what is before each trained token; None unless the estimator asks for them."""
 
@@ -95,6 +95,7 @@ class SampleCredit:
 
     def weights(self, unit: Unit, largest: float | None) -> NDArray[np.float64]:
         """(N,) per trained token, or (J,) per trained turn: importance weights ``pi / mu``, at most ``largest``; None: 1."""
+        assert self.log_ratios is not None, "log_ratios are there for an estimator that needs_old_logprobs"
         log_ratios = self.log_ratios.astype(np.float64)
         if unit is Unit.TURN and len(log_ratios):
             log_ratios = np.add.reduceat(log_ratios, self.first_tokens)
@@ -162,14 +163,21 @@ def credit_of(whole: Sample, trained: Sample, reward: float) -> SampleCredit:
         num_tokens=tuple(num_tokens),
         observations=tuple(observations),
         logprobs=np.concatenate(logprobs),
-        log_ratios=np.concatenate(log_ratios),
+        log_ratios=None if all(row.old_logprobs is None for row in trained.rows) else np.concatenate(log_ratios),
         values=np.concatenate(values) if has_values else None,
         token_rewards=np.concatenate(token_rewards) if is_known_by_token else None,
     )
 
 
+def with_log_ratios(sample: SampleCredit) -> SampleCredit:
+    """The sample with log-ratios of 0 where nothing was recomputed, because no returns of stale tokens are to be weighted."""
+    if sample.log_ratios is not None:
+        return sample
+    return replace(sample, log_ratios=np.zeros(sum(sample.num_tokens), np.float32))
+
+
 def _log_ratios(row: Trajectory, span: TurnSpan) -> Logprobs:
-    """(end - start,) float32, as ``SampleCredit.log_ratios``."""
+    """(end - start,) float32, as ``SampleCredit.log_ratios``; 0 in a row of which nothing was recomputed."""
     if row.old_logprobs is None or row.old_version is None:
         return repeated(0.0, span.end - span.start)
     versions = np.asarray(row.versions[span.start : span.end])
@@ -219,7 +227,7 @@ def returns_of(
         largest_weight: of ``SampleCredit.weights``.
     """
     assert sample.values is not None, "the estimator has asked for them"
-    values, weights = sample.values.astype(np.float64), sample.weights(unit, largest_weight)
+    values, weights = sample.values.astype(np.float64), with_log_ratios(sample).weights(unit, largest_weight)
     if unit is Unit.TOKEN:
         return values + weights * advantages
     found, first = np.full(len(values), np.nan), sample.first_tokens

@@ -34,6 +34,7 @@ _HOW_TO_ASK = {
 """Field of ``LossTokens`` that is None unless the loss's registry entry asks for it -> how to ask."""
 _DECLARATIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"needs_values": True}, "needs_values=True, without which samples have values=None"),
+    ({"needs_old_logprobs": True}, "needs_old_logprobs=True, without which samples have log_ratios=None"),
     ({"needs_baseline": True}, "needs_baseline=True, without which groups have baseline=None"),
     ({"needs_mini_batch": True}, "needs_mini_batch=True, without which it gets one group"),
     ({"unit": Unit.TURN}, "unit='turn', without which it gives one advantage per sample or token"),
@@ -97,7 +98,7 @@ def _seen_sample(estimator: AdvantageEstimator, reward: float, num_tokens: tuple
         observations=tuple(b"seen %d" % turn if of_turn else b"" for turn, of_turn in enumerate(num_tokens)),
         logprobs=np.full(num, -1.0, np.float32),
         values=np.full(num, 0.5, np.float32) if estimator.needs_values else None,
-        log_ratios=np.zeros(num, np.float32),
+        log_ratios=np.zeros(num, np.float32) if estimator.needs_old_logprobs else None,
     )
 
 

@@ -55,8 +55,9 @@ def make_advantages(algorithm: AlgorithmConfig) -> Advantages:
     """Compute advantages in the reward stage if they depend on the group's rewards alone, else when the group is trained."""
     estimator = _estimator(algorithm)
     mark = _mark(algorithm)
-    reads_more = estimator.needs_mini_batch or estimator.needs_values or estimator.needs_baseline
-    is_of_stage = not (reads_more or algorithm.use_kl_in_reward)
+    reads_more = estimator.needs_mini_batch or estimator.needs_baseline
+    reads_columns = estimator.needs_values or estimator.needs_old_logprobs  # which later stages fill in
+    is_of_stage = not (reads_more or reads_columns or algorithm.use_kl_in_reward)
     penalty = _penalty(algorithm) if algorithm.use_kl_in_reward else None
     return Advantages(
         of_stage=estimator if is_of_stage else None,

@@ -53,6 +53,17 @@ def unvalued_advantages(samples: Sequence[SampleCredit], constants: AdvantageCon
     return valued_advantages(samples, constants)
 
 
+@register_advantage_estimator("own_recomputed_ratios", unit="token", needs_groups=False, needs_old_logprobs=True)
+def ratio_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
+    return [sample.reward * np.exp(sample.log_ratios) for sample in samples]  # type: ignore[arg-type]
+
+
+@register_advantage_estimator("own_unasked_ratios", unit="token", needs_groups=False)
+def unasked_ratio_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
+    """Nobody was told that it reads recomputed log-probs."""
+    return ratio_advantages(samples, constants)
+
+
 @register_advantage_estimator("own_turns_as_tokens", unit="turn")
 def token_advantages(samples: Sequence[SampleCredit], constants: AdvantageConstants) -> list[Values]:
     return [sample.logprobs * sample.reward for sample in samples]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_async.algorithms.credit import SampleCredit
+from skyrl_async.algorithms.credit import SampleCredit, with_log_ratios
 from skyrl_async.algorithms.settings import AdvantageConstants
 from skyrl_async.registries import Unit
 
@@ -64,7 +64,7 @@ def _advantages(sample: SampleCredit, unit: Unit, constants: AdvantageConstants)
         values = values[sample.first_tokens]
     following = np.append(values[1:], 0.0)[: len(values)]
     differences = sample.action_rewards(unit) + constants.gamma * following - values
-    weights = np.append(sample.weights(unit, constants.vtrace_clip)[1:], 0.0)[: len(values)]
+    weights = np.append(with_log_ratios(sample).weights(unit, constants.vtrace_clip)[1:], 0.0)[: len(values)]
     return _discounted_sums(differences, constants.gamma * constants.lambd * weights)
 
 

@@ -34,9 +34,17 @@ def _weighs_returns(config: Config) -> bool:
     return needs_critic(config) and algorithm.vtrace_clip is not None and config.trainer.staleness_bound > 0
 
 
+def _reads_log_ratios(config: Config) -> bool:
+    """Whether the estimator reads recomputed log-probs, and trains something."""
+    algorithm = config.trainer.algorithm
+    entry = ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator)
+    return entry.needs_old_logprobs and not algorithm.distillation.is_alone
+
+
 def needs_old_logprobs(config: Config) -> bool:
     """Whether the log-probs of finished rows are recomputed under the policy."""
-    return POLICY_LOSSES.entry(config.trainer.algorithm.policy_loss_type).needs_old_logprobs or _weighs_returns(config)
+    loss = POLICY_LOSSES.entry(config.trainer.algorithm.policy_loss_type)
+    return loss.needs_old_logprobs or _reads_log_ratios(config) or _weighs_returns(config)
 
 
 def estimator_rules(config: Config) -> Iterator[str]:
@@ -57,12 +65,16 @@ def estimator_rules(config: Config) -> Iterator[str]:
             "trainer.stream_mini_batch must be false or null with trainer.algorithm.advantage_batch_normalize=true, got true: it takes the "
             "mean over all groups of a step"
         )
-    if needs_critic(config) and config.trainer.deterministic and config.trainer.staleness_bound:
-        yield (
-            f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and {reason.removeprefix('with ')}, got "
-            f"{config.trainer.staleness_bound}: values are computed by the critic that is there when a group is finished, which depends on "
-            "how long training takes"
-        )
+    reads = {
+        "values are computed by the critic": needs_critic(config),
+        "log-probs by the policy": _reads_log_ratios(config),
+    }
+    for what in (what for what, is_read in reads.items() if is_read):
+        if config.trainer.deterministic and config.trainer.staleness_bound:
+            yield (
+                f"trainer.max_staleness_steps must be 0 with trainer.deterministic=true and {reason.removeprefix('with ')}, got "
+                f"{config.trainer.staleness_bound}: {what} that is there when a group is finished, which depends on how long training takes"
+            )
     if needs_critic(config) and config.trainer.num_steps is not None and warmup_steps >= config.trainer.num_steps:
         yield (
             f"trainer.critic.warmup_steps must be < trainer.num_steps ({config.trainer.num_steps}), got {warmup_steps}: the policy would "

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from skyrl_async.algorithms.losses import register_policy_loss
 from skyrl_async.algorithms.settings import AdvantageConstants, LossConstants
 from skyrl_async.algorithms.trial import try_estimator
 from skyrl_async.composition.algorithms import check_algorithm, make_advantages
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, TrainingError
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Unit
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
-from skyrl_async.types import Trajectory
+from skyrl_async.types import Group, Trajectory
 from tests.cpu import own_algorithms
 from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_run import build_policy
@@ -57,6 +58,10 @@ class TestEstimators:
         ("function", "expected"),
         [
             ("unvalued_advantages", r"raises TypeError\(.*; it passes if .* says needs_values=True, without which"),
+            (
+                "unasked_ratio_advantages",
+                r"raises TypeError\(.*; it passes if .* says needs_old_logprobs=True, without",
+            ),
             ("token_advantages", r"must return one finite advantage per turn .*; it passes if .* says unit='token'"),
             ("based_advantages", r"raises TypeError\(.*; it passes if .* says needs_baseline=True"),
             ("alone_advantages", r"raises AttributeError\(.*; it passes if .* says needs_mini_batch=True"),
@@ -107,6 +112,22 @@ class TestEstimators:
         check_algorithm(algorithm)
         with pytest.raises(ConfigError, match=r"raises ZeroDivisionError.* for groups of the rewards \[\(1.0,\)\]"):
             check_algorithm(algorithm, has_lone_samples=True)
+
+    def test_one_that_reads_recomputed_log_probs_gets_them_when_groups_are_trained(self) -> None:
+        algorithm = config_of(f"{ESTIMATOR}=own_recomputed_ratios", "training.num_logp_workers=1").trainer.algorithm
+        check_algorithm(algorithm)
+        made = make_advantages(algorithm)
+        (row, _), halved = rows(), (-3.0 - math.log(2), -3.0, -3.0, -3.0)
+        row = replace(row, reward=1.0, old_logprobs=halved, old_version=1)
+        group = Group(uid="a", admission_index=0, scheduled_version=0, trajectories=(row,))
+        (found,) = made.of_step([group])
+        assert made.of_stage is None and found.advantages[0].tolist() == pytest.approx([0.5, 1.0, 1.0, 1.0])
+        with pytest.raises(TrainingError, match="needs trajectories with old_logprobs, which the stage logp computes"):
+            made.of_step([replace(group, trajectories=(replace(row, old_logprobs=None),))])
+
+    def test_one_that_reads_recomputed_log_probs_gives_advantages_of_turns_or_tokens(self) -> None:
+        with pytest.raises(ConfigError, match="unit must be turn or token with needs_old_logprobs=True, got .*sample"):
+            register_advantage_estimator("own_ratios", needs_old_logprobs=True)
 
     @pytest.mark.parametrize("unit", ["sample", Unit.SAMPLE])
     def test_one_that_reads_a_critics_values_gives_advantages_of_turns_or_tokens(self, unit: str) -> None:

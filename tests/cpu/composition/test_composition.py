@@ -100,6 +100,7 @@ class TestLogprobs:
             (("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.ref_logp=inline"), []),
             (("trainer.algorithm.policy_loss_type=decoupled_ppo",), ["logp"]),
             ((GAE,), ["logp"]),
+            (("trainer.algorithm.advantage_estimator=tests.cpu.own_algorithms:ratio_advantages",), ["logp"]),
             ((GAE, "trainer.algorithm.vtrace_clip=null"), []),
             ((GAE, "trainer.max_staleness_steps=0"), []),
         ],

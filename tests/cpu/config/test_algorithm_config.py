@@ -78,6 +78,10 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
             "max_staleness_steps must be 0 with trainer.deterministic=true and .*=gae, got 4: values are computed by the critic",
         ),
         (
+            [f"{ESTIMATOR}=tests.cpu.own_algorithms:ratio_advantages", "trainer.deterministic=true"],
+            "max_staleness_steps must be 0 with trainer.deterministic=true and .*, got 4: log-probs by the policy that is there when",
+        ),
+        (
             [f"{ESTIMATOR}=gae", "trainer.critic.warmup_steps=50", "trainer.num_steps=50"],
             r"trainer.critic.warmup_steps must be < trainer.num_steps \(50\), got 50: the policy would never be trained",
         ),
