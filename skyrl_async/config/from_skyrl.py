@@ -203,6 +203,9 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
     if f"{placement}gpus_per_node" in theirs or f"{placement}nodes" in theirs:
         ranks = value(f"{placement}gpus_per_node", 1) * value(f"{placement}nodes", 1)
         result.set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes")
+    if value(f"{algorithm}advantage_estimator", "grpo") == "gae":
+        result.set(f"{algorithm}advantage_batch_normalize", True, "SkyRL's gae always normalises")
+        _take_critic_ranks(value, result)
     mini, key = value("trainer.policy_mini_batch_size", 256), "trainer.train_batch_size"
     is_equal = key not in theirs and result.tree.trainer.schedule == Schedule.fully_async
     if is_equal:
@@ -236,6 +239,17 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
         result.set(f"{correction}token_mask_is_threshold_low", round(1 - low, 6), about)
         result.set(f"{correction}token_mask_is_threshold_high", round(1 + high, 6), about)
         result.set(f"{algorithm}tis_cap", round(1 + high, 6), "as that bound, so that it caps nothing")
+
+
+def _take_critic_ranks(value: Callable[[str, Any], Any], result: Translation) -> None:
+    """Keys that need nothing where there is no critic."""
+    placement = "trainer.placement.critic_num_"
+    given = [line for line in result.needless if line.startswith(placement)]
+    if given:
+        ranks = value(f"{placement}gpus_per_node", 1) * value(f"{placement}nodes", 1)
+        result.set("training.num_critic_workers", ranks, f"{placement}gpus_per_node times critic_num_nodes")
+        result.needless = [line for line in result.needless if line not in given]
+        result.num_set += len(given)
 
 
 def _take_steps(num_steps: int, value: Callable[[str, Any], Any], result: Translation) -> None:

@@ -256,6 +256,18 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=/m trainer.critic.optimizer_config.lr=3e-6",
             "trainer.critic.model.path=/m  # a local directory; null: the policy\n  trainer.critic.optimizer_config.lr=3e-06\n",
         ),
+        (
+            "trainer.algorithm.advantage_estimator=gae trainer.algorithm.advantage_batch_normalize=false",
+            "  trainer.algorithm.advantage_batch_normalize=true  # SkyRL's gae always normalises\n",
+        ),
+        (
+            "trainer.algorithm.advantage_estimator=gae trainer.placement.critic_num_gpus_per_node=2 trainer.placement.critic_num_nodes=3",
+            "  training.num_critic_workers=6  # trainer.placement.critic_num_gpus_per_node times critic_num_nodes\n",
+        ),
+        (
+            "trainer.algorithm.advantage_estimator=gae trainer.placement.critic_num_gpus_per_node=2",
+            "# Of its 3 keys 3 are set here, 0 need nothing",
+        ),
         ("trainer.critic.optimizer_config.max_grad_norm=0.5", "  trainer.critic.optimizer_config.max_grad_norm=0.5"),
         (
             "trainer.critic.model.lora.rank=8",
