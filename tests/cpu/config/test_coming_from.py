@@ -268,6 +268,10 @@ def test_our_command_for_skyrls_gsm8k_script_trains_the_same(
             "trainer.algorithm.advantage_estimator=gae trainer.placement.critic_num_gpus_per_node=2",
             "# Of its 3 keys 3 are set here, 0 need nothing",
         ),
+        (
+            "trainer.placement.colocate_all=true trainer.algorithm.advantage_estimator=gae",
+            "  'placement.groups=[[policy,generate,critic]]'  # trainer.placement.colocate_all\n",
+        ),
         ("trainer.critic.optimizer_config.max_grad_norm=0.5", "  trainer.critic.optimizer_config.max_grad_norm=0.5"),
         (
             "trainer.critic.model.lora.rank=8",
