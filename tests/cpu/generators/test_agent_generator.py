@@ -456,12 +456,15 @@ async def test_a_function_may_reward_itself() -> None:
 
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["generator.reward", "the harness itself"])
-async def test_a_reward_may_be_one_for_each_of_the_first_turns(is_own: bool) -> None:
+@pytest.mark.parametrize(
+    "rewards", [[0.5, -0.25], (0.5, -0.25), np.array([0.5, -0.25])], ids=["list", "tuple", "array"]
+)
+async def test_a_reward_may_be_one_for_each_of_the_first_turns(is_own: bool, rewards: Any) -> None:
     async def run(task: AgentTask) -> AgentResult:
         await ask(task, "go on", "go on")
-        return AgentResult(reward=[0.5, -0.25] if is_own else None)
+        return AgentResult(reward=rewards if is_own else None)
 
-    async with stand_in(echo) as endpoint, agents(endpoint, run, lambda *_: (0.5, -0.25)) as generator:
+    async with stand_in(echo) as endpoint, agents(endpoint, run, lambda *_: rewards) as generator:
         await generator.generate(request(1))
         (session,) = endpoint.sessions.values()
     assert session.finish["reward"] == 0.25
@@ -490,6 +493,10 @@ async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
         (math.nan, "generator.reward must return a finite number as reward, got nan"),
         ("x", "as reward, got 'x'"),
         ([0.5, 0.5], r"generator.reward must return at most one reward per turn \(1\), got 2: \[0.5, 0.5\]"),
+        (
+            [],
+            r"generator.reward must return a number, or at least one reward of 1 turns, got \[\]; return 0 for",
+        ),
         ([math.inf], r"generator.reward\[0\] must return a finite number as reward, got inf"),
         (
             [torch.ones(2, requires_grad=True)],
