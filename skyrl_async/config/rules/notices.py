@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from skyrl_async.config.rules.algorithm import needs_critic, sequence_settings
+from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, sequence_settings
 from skyrl_async.config.rules.devices import training_device
 from skyrl_async.config.schema.algorithm import (
     ESTIMATORS_THAT_READ,
@@ -71,7 +71,11 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     is_adaptive = algorithm.kl_ctrl.type is KlControl.adaptive
     distillation = algorithm.distillation
     critic = _REWARDS if distillation.is_alone else "advantage_estimator=gae or turn_gae"
-    clips_ratio = distillation.divergence is Divergence.forward_kl and distillation.top_k is None
+    has_teachers, directory = bool(distillation.teachers), f"a directory in {_ALGORITHM}.distillation.teachers"
+    clips_ratio = has_teachers and distillation.divergence is Divergence.forward_kl and distillation.top_k is None
+    is_gae = needs_critic(config) and ADVANTAGE_ESTIMATORS.is_builtin(algorithm.advantage_estimator)
+    # The weight of a fresh token is 1, which only a bound below 1 cuts.
+    weighs_nothing = is_gae and config.trainer.staleness_bound == 0 and (algorithm.vtrace_clip or 1.0) >= 1
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
@@ -80,13 +84,15 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
         (
             f"{_ALGORITHM}.distillation",
             ("teacher_key", "coef", "divergence", "top_k", "use_rewards", "api_key", "timeout_s"),
-            bool(distillation.teachers),
+            has_teachers,
             "teachers",
         ),
-        (f"{_ALGORITHM}.distillation", ("ratio_clip",), clips_ratio, "divergence=forward_kl and top_k=null"),
+        (f"{_ALGORITHM}.distillation", ("ratio_clip",), clips_ratio, "teachers, divergence=forward_kl and top_k=null"),
+        ("training", ("num_teacher_workers",), bool(local_teachers(config)), directory),
         (_ALGORITHM, ("advantage_estimator",), not distillation.is_alone, _REWARDS),
         ("trainer.critic", (), needs_critic(config), critic),
         ("training", ("num_critic_workers",), needs_critic(config), critic),
+        (_ALGORITHM, ("vtrace_clip",), not weighs_nothing, "trainer.max_staleness_steps >= 1"),
         (f"{_ALGORITHM}.kl_ctrl", ("kl_target", "horizon"), is_adaptive, "type=adaptive"),
         (_ALGORITHM, ("entropy_loss_coef",), algorithm.use_entropy_loss, "use_entropy_loss=true"),
         (_ALGORITHM, ("overlong_buffer_penalty_factor",), algorithm.overlong_buffer_len > 0, "overlong_buffer_len"),

@@ -39,6 +39,8 @@ LOSS = "trainer.algorithm.policy_loss_type"
         ("server.model_name=other", ["server.enabled=true"]),
         ("task.num_eval_prompts=4", ["task.name=relay"]),
         ("trainer.critic.optimizer_config.lr=1e-5", ["trainer.algorithm.advantage_estimator=gae"]),
+        ("training.num_teacher_workers=2", ["trainer.algorithm.distillation.teachers={t: /x}"]),
+        ("trainer.algorithm.distillation.divergence=forward_kl", ["trainer.algorithm.distillation.teachers={t: /x}"]),
     ],
 )
 def test_a_setting_that_nothing_reads_is_named_with_what_would(is_read: str, others: list[str]) -> None:
@@ -61,6 +63,21 @@ def test_settings_of_rewards_are_said_to_do_nothing_beside_teachers_alone() -> N
         found = idle_settings(config_of(alone, estimator, *read))
         beside = idle_settings(config_of(alone, estimator, *read, "trainer.algorithm.distillation.use_rewards=true"))
         assert sorted(found) == sorted([*expected, expected[0].replace(read[0], estimator)]) and beside == []
+
+
+def test_settings_of_a_local_teacher_and_of_v_trace_are_said_to_do_nothing_without_one_and_without_staleness() -> None:
+    gae, at_zero = "trainer.algorithm.advantage_estimator=gae", "trainer.max_staleness_steps=0"
+    served = "trainer.algorithm.distillation.teachers={t: 'http://host:8000/v1'}"
+    (idle,) = idle_settings(config_of("training.num_teacher_workers=2", served))
+    assert idle.endswith("=2 does nothing without a directory in trainer.algorithm.distillation.teachers")
+    clipped = "trainer.algorithm.distillation.ratio_clip=5.0"
+    _, idle = idle_settings(config_of(clipped, "trainer.algorithm.distillation.divergence=forward_kl"))
+    assert idle == f"{clipped} does nothing without teachers, divergence=forward_kl and top_k=null"
+    for clip in ("2.0", "null"):
+        (idle,) = idle_settings(config_of(f"trainer.algorithm.vtrace_clip={clip}", gae, at_zero))
+        assert idle == f"trainer.algorithm.vtrace_clip={clip} does nothing without trainer.max_staleness_steps >= 1"
+    assert idle_settings(config_of("trainer.algorithm.vtrace_clip=2.0", gae)) == []
+    assert idle_settings(config_of("trainer.algorithm.vtrace_clip=0.5", gae, at_zero)) == []
 
 
 def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
