@@ -71,7 +71,8 @@ def to_yaml(config: Config) -> str:
 def without_secrets(config: Config) -> dict[str, Any]:
     """The configuration as plain values, for trackers that leave the machine: keys are left out, and the staleness bound is a number."""
     plain = _plain(config)
-    plain["server"]["api_key"] = None
+    for section in (plain["server"], plain["trainer"]["algorithm"]["distillation"]):
+        section["api_key"] = None
     plain["trainer"]["max_staleness_steps"] = config.trainer.staleness_bound
     return plain
 

@@ -74,8 +74,7 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
     has_teachers, directory = bool(distillation.teachers), f"a directory in {_ALGORITHM}.distillation.teachers"
     clips_ratio = has_teachers and distillation.divergence is Divergence.forward_kl and distillation.top_k is None
     is_gae = needs_critic(config) and ADVANTAGE_ESTIMATORS.is_builtin(algorithm.advantage_estimator)
-    # The weight of a fresh token is 1, which only a bound below 1 cuts.
-    weighs_nothing = is_gae and config.trainer.staleness_bound == 0 and (algorithm.vtrace_clip or 1.0) >= 1
+    weighs_nothing = is_gae and config.trainer.staleness_bound == 0
     of_kl, filtering = ("kl_loss_coef", "kl_estimator_type", "ref_logp"), "trainer.fully_async.sample_full_batch=true"
     return (
         (_ALGORITHM, ("max_seq_len",), is_normed, "loss_reduction=seq_mean_token_sum_norm"),
@@ -192,7 +191,8 @@ def _unread(config: Config, path: str, names: tuple[str, ...], is_read: bool, wi
         if is_dataclass(value):
             yield from _unread(config, f"{path}.{name}", (), is_read, without)
         elif value != getattr(defaults, name) and value not in _values_of_groups(f"{path}.{name}"):
-            yield f"{path}.{name}={value_text(value)} does nothing without {without}"
+            shown = "..." if name == "api_key" else value_text(value)
+            yield f"{path}.{name}={shown} does nothing without {without}"
 
 
 def _values_of_groups(key: str) -> list[Any]:

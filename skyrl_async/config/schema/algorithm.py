@@ -225,7 +225,7 @@ class AlgorithmConfig:
     """How far a critic's value moves in a step from what it was when its answer was finished, in units of the reward; null: as far as it
     likes.
     """
-    vtrace_clip: float | None = bounded(1.0, gt=0)
+    vtrace_clip: float | None = bounded(1.0, ge=1, reason="a fresh token weighs 1")
     """Largest importance weight of V-trace: what follows a token that an older policy sampled counts by how likely the present one is to
     sample it, in the advantages and returns of gae and turn_gae. It asks for recomputed log-probs where max_staleness_steps is above 0
     (training.num_logp_workers). Null: nothing is weighted.

@@ -77,7 +77,8 @@ def test_settings_of_a_local_teacher_and_of_v_trace_are_said_to_do_nothing_witho
         (idle,) = idle_settings(config_of(f"trainer.algorithm.vtrace_clip={clip}", gae, at_zero))
         assert idle == f"trainer.algorithm.vtrace_clip={clip} does nothing without trainer.max_staleness_steps >= 1"
     assert idle_settings(config_of("trainer.algorithm.vtrace_clip=2.0", gae)) == []
-    assert idle_settings(config_of("trainer.algorithm.vtrace_clip=0.5", gae, at_zero)) == []
+    (idle,) = idle_settings(config_of("trainer.algorithm.distillation.api_key=secret"))
+    assert idle == "trainer.algorithm.distillation.api_key=... does nothing without teachers"
 
 
 def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
