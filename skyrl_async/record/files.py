@@ -228,7 +228,7 @@ def write(file: SamplesFile, tables: Iterator["pa.Table"]) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    writing = path.with_suffix(_WRITING)
+    writing = path.with_name(f".{path.stem}{_WRITING}")  # pandas opens every file whose name does not begin with a dot
     try:
         yield writing
         sync(writing)

@@ -385,7 +385,7 @@ def test_a_disk_that_hangs_costs_no_run_a_bounded_memory_and_one_thread(
     record = SampleRecord(tmp_path / DIRECTORY)
     record.add(ended("p0"))
     asyncio.run(record.flush())
-    pipes = [tmp_path / DIRECTORY / f"000000000001-{end:012}.part.writing" for end in range(2, 102)]
+    pipes = [tmp_path / DIRECTORY / f".000000000001-{end:012}.part.writing" for end in range(2, 102)]
     for pipe in pipes:
         os.mkfifo(pipe)
     before = threading.active_count()
@@ -448,6 +448,32 @@ for step in range(10**9):
     asyncio.run(record.flush())
     print(step, flush=True)
 """
+
+
+def test_pandas_reads_the_directory_beside_a_file_that_is_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY)
+    record.add(ended("a"))
+    asyncio.run(record.flush())
+    found: list[list[str]] = []
+
+    def write_half(writer: pq.ParquetWriter, table: pa.Table) -> None:
+        assert len(list((tmp_path / DIRECTORY).iterdir())) == 2
+        found.append(pd.read_parquet(tmp_path / DIRECTORY)["uid"].tolist())
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", write_half)
+    record.add(ended("b"))
+    record.close()
+    assert found == [["a"]]
+
+
+@pytest.mark.parametrize("hidden", [".", ""], ids=["by this version", "by an older one"])
+def test_what_a_killed_run_left_half_written_is_deleted(tmp_path: Path, hidden: str) -> None:
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / DIRECTORY / f"{hidden}000000000001-000000000002.part.writing").touch()
+    written(tmp_path, ended("a"))
+    assert [path.suffix for path in (tmp_path / DIRECTORY).iterdir()] == [".parquet"]
 
 
 @pytest.mark.slow
