@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING_BYTES = 512 << 20
 _JOINED_PARTS, _JOINED_BYTES = 64, 64 << 20
-"""So many parts, or parts of so many bytes, become one file."""
+"""So many parts, or parts of so many bytes or of half the limit, become one file: whole files can be thinned."""
 _PIECE_ROWS = 256
 _WRITE_INTERVAL_S = 2.0
 """Least time between two files: one takes some 3 ms of a processor, whatever is in it."""
@@ -71,7 +71,7 @@ class SampleRecord:
         """(step, outcome) -> groups, of the newest steps."""
         self._files: list[SamplesFile] | None = None
         """None before the first write, which cuts what a checkpoint does not know."""
-        self._has_thinned = False
+        self._said: set[str] = set()
 
     def restore(self, num_rows: int) -> None:
         """Continue after the first ``num_rows`` rows; later ones are deleted by the first write, or ``begin``."""
@@ -117,24 +117,27 @@ class SampleRecord:
         """Join the parts once there are many, and thin the oldest files while there are too many bytes."""
         files = self._files or []
         parts = [file for file in files if file.kind == ".part"]
-        if len(parts) >= _JOINED_PARTS or sum(part.num_bytes for part in parts) >= _JOINED_BYTES:
+        most_bytes = min(_JOINED_BYTES, self._max_bytes / 2)
+        if len(parts) >= _JOINED_PARTS or sum(part.num_bytes for part in parts) >= most_bytes:
             files[files.index(parts[0]) :] = [join(parts)]
         if math.isinf(self._max_bytes):
             return
         sizes = {file: file.num_bytes for file in files}
         while sum(sizes.values()) > self._max_bytes and len(sizes) > 1:
-            oldest = next((file for file in files if not file.kind), None)
+            oldest = next((file for file in files[:-1] if not file.kind), None)
             sizes.pop(oldest or files[0])
             if oldest is None:
                 files.pop(0).path.unlink()
+                self._warn("the oldest are deleted")
                 continue
             thinned = files[files.index(oldest)] = without_texts(oldest)
             sizes[thinned] = thinned.num_bytes
-            if not self._has_thinned:
-                self._has_thinned = True
-                logger.warning(
-                    "the samples of the run take more than trainer.samples.max_gb: the oldest lose their texts and tokens"
-                )
+            self._warn("the oldest lose their texts and tokens")
+
+    def _warn(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("the samples of the run take more than trainer.samples.max_gb: %s", what)
 
 
 def _pieces(groups: list[_Waiting]) -> Iterator[list[_Waiting]]:

@@ -234,13 +234,26 @@ def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_p
         assert sum(file.num_bytes for file in files_in(directory / DIRECTORY)) <= max_bytes
         return read_samples(directory).to_pylist()
 
-    thinned = record_steps(3.5e6, 200, tmp_path / "a")
+    thinned = record_steps(1.5e6, 200, tmp_path / "a")
     assert [found["uid"] for found in thinned] == [f"p{step}" for step in range(200)]
     has_tokens = [found["logprobs"] is not None for found in thinned]
     assert not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
     assert caplog.text.count("trainer.samples.max_gb") == 1
-    steps = [found["step"] for found in record_steps(2e6, 300, tmp_path / "b")]
-    assert steps == list(range(steps[0], 300)) and 0 < steps[0] < 280, "the figures of the oldest are gone"
+    steps = [found["step"] for found in record_steps(1e5, 100, tmp_path / "b")]
+    assert steps == list(range(steps[0], 100)) and 0 < steps[0] < 98, "the figures of the oldest are gone"
+    assert caplog.text.count("the oldest are deleted") == 1
+
+
+def test_below_a_limit_that_the_parts_alone_exceed_figures_still_outlast_texts(tmp_path: Path) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY, max_bytes=300e3)
+    for step in range(30):
+        noise = np.random.default_rng(step).normal(size=3000).astype(np.float32)
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(3000, logprobs=noise)))
+        asyncio.run(record.flush())
+    assert sum(file.num_bytes for file in files_in(tmp_path / DIRECTORY)) <= 300e3
+    rows = read_samples(tmp_path).to_pylist()
+    has_tokens = [found["logprobs"] is not None for found in rows]
+    assert len(rows) == 30 and not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
 
 
 @given(kept=st.integers(0, 12), num_after=st.integers(0, 3))
