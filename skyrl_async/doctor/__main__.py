@@ -20,7 +20,7 @@ from pathlib import Path
 
 from skyrl_async.doctor.examination import Examination, examine
 from skyrl_async.doctor.findings import OTHER_WEIGHTS
-from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--prompts needs an engine to answer them: leave out --no-engine")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
+        if given.json is not None:
+            _check_writable(given.json)
         examining = examine(
             given.run,
             num_rows=given.rows,
@@ -50,13 +52,22 @@ def main(arguments: list[str] | None = None) -> int:
             say=_say,
         )
         found = asyncio.run(examining)
+        sys.stdout.write(report(found))
         if given.json is not None:
             given.json.write_text(json.dumps(asdict(found) | {"is_healthy": found.is_healthy}, indent=2))
     except (SkyRLAsyncError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write(report(found))
     return 0 if found.is_healthy else 1
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            f"--json {path} cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from None
 
 
 def _say(line: str) -> None:

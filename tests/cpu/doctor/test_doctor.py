@@ -474,6 +474,16 @@ async def test_an_engine_is_forked_before_anything_computes_on_several_threads(
         torch.set_num_threads(1)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+async def test_a_disk_that_is_full_costs_the_figures_and_not_the_report(
+    run_dir: Path, rows: list[Trajectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(run_dir, {"engine-0": rows})
+    assert await asyncio.to_thread(main, [str(run_dir), "--no-engine", "--json", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "healthy" in said.out and "No space left on device" in said.err
+
+
 async def test_what_cannot_be_examined_is_said(
     run_dir: Path, rows: list[Trajectory], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,6 +493,9 @@ async def test_what_cannot_be_examined_is_said(
     assert "missing does not exist: name a .jsonl or .parquet file, or 'run'" in capsys.readouterr().err
     assert await asyncio.to_thread(main, [str(run_dir), "--rows", "2", "policy.dtpye=float32"]) == 2
     assert "did you mean policy.dtype" in capsys.readouterr().err
+    nowhere = str(run_dir / "nowhere" / "figures.json")
+    assert await asyncio.to_thread(main, [str(run_dir / "missing"), "--json", nowhere]) == 2
+    assert f"--json {nowhere} cannot be written: No such file" in capsys.readouterr().err, "before it examines anything"
     record(run_dir, {"engine-0": [replace(row, versions=VersionSpans.constant(1, NUM_TOKENS)) for row in rows]})
     with pytest.raises(Exception, match=r"tokens of version 1, and weights of version 0, 2; keep checkpoints"):
         await examine(run_dir, with_engine=False)
