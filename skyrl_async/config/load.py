@@ -100,7 +100,7 @@ def compose_config(overrides: Sequence[str], file: Path | None = None) -> DictCo
     else:
         tree = merged()
         for section, below in _read_file(file).items():
-            _set_leaves(tree, section, below, mistakes, f"--config {file}: ")
+            _set_leaves(tree, section, below, mistakes, f"{file}: ")
     for override in parsed:
         key = str(override.key_or_group)
         value = _with_text(key, override.value(), _as_written(str(override.input_line).partition("=")[2]))
@@ -185,9 +185,7 @@ def _without_interpolations(tree: Any) -> Any:
 def _checked_choice(override: Override, file: Path | None) -> str:
     group, name = str(override.key_or_group), str(override.value())
     if file is not None:
-        raise ConfigError(
-            f"{group}={name} cannot be chosen beside --config {file}, which sets every key of {group} itself"
-        )
+        raise ConfigError(f"{group}={name} cannot be chosen beside {file}, which sets every key of {group} itself")
     if name not in GROUPS[group]:
         raise ConfigError(
             f"{group} must be one of {', '.join(GROUPS[group])}, got {name!r}{did_you_mean(name, GROUPS[group])}"
@@ -271,11 +269,11 @@ def _read_file(file: Path) -> dict[str, Any]:
         tree = OmegaConf.to_container(OmegaConf.load(file))
         written = _as_written(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {file} cannot be read: {error.strerror}; give a yaml file") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; give a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"--config {file} is no yaml: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{file} is no yaml: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {file} must hold a mapping of sections, got {type(tree).__name__}")
+        raise ConfigError(f"{file} must hold a mapping of sections, got {type(tree).__name__}")
     return {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
 
 

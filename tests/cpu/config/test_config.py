@@ -183,7 +183,7 @@ def test_a_dictionary_sets_several_keys_of_a_section() -> None:
         ("~trainer.num_steps=1", "'~trainer.num_steps=1': keys cannot be removed"),
         ("policy.path=${oc.env:SKYRL_ASYNC_UNSET}", "policy.path: KeyError raised while resolving interpolation"),
         ("--multirun", "unrecognized arguments: --multirun; --help shows the usage"),
-        ("--config=missing.yaml", "--config missing.yaml cannot be read: No such file or directory"),
+        ("--config=missing.yaml", "missing.yaml cannot be read: No such file or directory"),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line(
@@ -204,9 +204,9 @@ def test_every_mistake_of_a_command_line_and_a_file_is_told_at_once_with_its_own
     expected = [
         "unknown key 'engine.num_engine'; did you mean engine.num_engines?",
         "cannot read 'oops'; write key=value",
-        f"--config {file}: unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?",
-        f"--config {file}: trainer.seed must be integer, got 'x'",
-        f"--config {file}: unknown key 'cheese'",
+        f"{file}: unknown key 'trainer.num_stepz'; did you mean trainer.num_steps?",
+        f"{file}: trainer.seed must be integer, got 'x'",
+        f"{file}: unknown key 'cheese'",
         "unknown key 'trainer.lr'; did you mean training.lr?",
         "unknown key 'trainer.max_stalness_steps'; did you mean trainer.max_staleness_steps?",
         "trainer.num_epochs must be integer, got 2.5",
@@ -310,7 +310,7 @@ def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: p
     file.write_text(capsys.readouterr().out)
     assert load(compose_config([], file)) == from_overrides(*argv)
     assert load(compose_config(["trainer.num_steps=2"], file)).trainer.num_steps == 2
-    with pytest.raises(ConfigError, match=r"task=dataset cannot be chosen beside --config .*, which sets every key"):
+    with pytest.raises(ConfigError, match=r"task=dataset cannot be chosen beside .*config.yaml, which sets every key"):
         compose_config(["task=dataset"], file)
 
 

@@ -496,6 +496,12 @@ async def test_what_cannot_be_examined_is_said(
     nowhere = str(run_dir / "nowhere" / "figures.json")
     assert await asyncio.to_thread(main, [str(run_dir / "missing"), "--json", nowhere]) == 2
     assert f"--json {nowhere} cannot be written: No such file" in capsys.readouterr().err, "before it examines anything"
+    config = run_dir / "config.yaml"
+    written = config.read_text()
+    config.write_text(f"{written}cheese: 1\n")
+    assert await asyncio.to_thread(main, [str(run_dir)]) == 2
+    assert f"error: {config}: unknown key 'cheese'" in capsys.readouterr().err
+    config.write_text(written)
     record(run_dir, {"engine-0": [replace(row, versions=VersionSpans.constant(1, NUM_TOKENS)) for row in rows]})
     with pytest.raises(Exception, match=r"tokens of version 1, and weights of version 0, 2; keep checkpoints"):
         await examine(run_dir, with_engine=False)
