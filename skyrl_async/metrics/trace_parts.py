@@ -51,6 +51,18 @@ class Span:
     args: Mapping[str, Any]
 
 
+class _Event(msgspec.Struct):
+    """A line of a part."""
+
+    ph: str
+    name: str
+    ts: int | float = 0
+    dur: int | float = 0
+    pid: int = 0
+    tid: int = 0
+    args: dict[str, Any] = {}
+
+
 def read_spans(trace: Path, begin: float = -math.inf, end: float = math.inf) -> Iterator[Span]:
     """Yield the spans that overlap a time, part after part, in the order of their ends; also while the run goes on.
 
@@ -60,24 +72,23 @@ def read_spans(trace: Path, begin: float = -math.inf, end: float = math.inf) -> 
     """
     parts = [trace] if trace.is_file() else _part_files(trace / "trace") or _part_files(trace)
     for part, after in itertools.zip_longest(parts, parts[1:]):
-        if after is not None and (start := next(_events(after), None)) and start["ts"] / 1e6 <= begin:
+        if after is not None and (start := next(_events(after), None)) and start.ts / 1e6 <= begin:
             continue
         rows: dict[int, tuple[str, int]] = {}
         for event in _events(part):
-            args = event.get("args", {})
-            if "track" in args and event["ph"] == "M":
-                rows[event["tid"]] = (args["track"], args["lane"])
-            elif event.get("ph") == "X" and event["tid"] in rows:
-                began, ended = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            if event.ph == "M" and {"track", "lane"} <= event.args.keys():
+                rows[event.tid] = (event.args["track"], event.args["lane"])
+            elif event.ph == "X" and event.tid in rows:
+                began, ended = event.ts / 1e6, (event.ts + event.dur) / 1e6
                 if ended > begin and began < end:
-                    track, lane = rows[event["tid"]]
-                    yield Span(track=track, lane=lane, name=event["name"], begin=began, end=ended, args=args)
+                    track, lane = rows[event.tid]
+                    yield Span(track=track, lane=lane, name=event.name, begin=began, end=ended, args=event.args)
 
 
 def trace_end(run_dir: Path) -> float:
     """When the newest span ended, seconds since the run's trace began; 0 without a trace."""
     for part in reversed(_part_files(run_dir / "trace")):
-        ends = [(event["ts"] + event["dur"]) / 1e6 for event in _events(part) if event.get("ph") == "X"]
+        ends = [(event.ts + event.dur) / 1e6 for event in _events(part) if event.ph == "X"]
         if ends:
             return max(ends)
     return 0.0
@@ -88,8 +99,8 @@ def _part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("[0-9]*.json"))
 
 
-def _events(part: Path) -> Iterator[dict[str, Any]]:
-    """Yield a part's events. A line that was cut off is left out; a part that was deleted meanwhile has none."""
+def _events(part: Path) -> Iterator[_Event]:
+    """Yield a part's events. A line that was cut off, or has no such event, is left out; a part that was deleted meanwhile has none."""
     try:
         file = part.open("rb")
     except FileNotFoundError:
@@ -98,7 +109,7 @@ def _events(part: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.startswith(b"{"):
                 try:
-                    event = msgspec.json.decode(line.rstrip(b",\n"))
+                    event = msgspec.json.decode(line.rstrip(b",\n"), type=_Event)
                 except msgspec.DecodeError:
                     continue
                 yield event
@@ -133,7 +144,7 @@ class TraceParts:
         earlier = _part_files(directory)
         heads = (event for part in earlier for event in itertools.islice(_events(part), 1))
         now = wall_clock()
-        self._began_at: float = next((head["args"]["unix_s"] for head in heads), round(now, 6))
+        self._began_at: float = next((head.args["unix_s"] for head in heads), round(now, 6))
         self._zero = clock() - max(0.0, now - self._began_at)
         self._names: list[str] = []
         self._writer: DiskWriter[tuple[int, str]] = DiskWriter(
@@ -235,15 +246,15 @@ def _thin(part: Path) -> None:
     """Keep of each track its moments and longest spans, of all together at most a tenth. Tracks with few spans keep them all."""
     heads: list[str] = []
     tracks: dict[int, str] = {}
-    spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    spans: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
     """Track -> (microseconds, position in the part, line) of its spans; a moment comes before any span."""
     for position, event in enumerate(_events(part)):
-        line = _encode(event)
-        if event["ph"] == "M":
+        line = msgspec.json.encode(event).decode()
+        if event.ph == "M":
             heads.append(line)
-            tracks |= {event["tid"]: event["args"]["track"]} if "track" in event["args"] else {}
+            tracks |= {event.tid: event.args["track"]} if "track" in event.args else {}
         else:
-            spans[tracks[event["tid"]]].append((event["dur"] or sys.maxsize, position, line))
+            spans[tracks[event.tid]].append((event.dur or sys.maxsize, position, line))
         if position % _LINES_PER_TURN == 0:
             time.sleep(0.0005)
     most = int(_THINNED_SHARE * sum(map(len, spans.values()))) // max(1, len(spans))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.metrics.trace_parts import Span, TraceParts, read_spans
+from skyrl_async.metrics.trace_parts import Span, TraceParts, read_spans, trace_end
 
 
 class Clock:
@@ -161,6 +161,20 @@ def test_a_part_that_was_never_closed_needs_only_its_bracket_and_reads_without_i
     part.write_text(part.read_text()[:-5])
     assert [span.name for span in read_spans(tmp_path)] == ["first"]
     trace.close()
+
+
+def test_events_of_other_programs_are_left_out(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace", Clock())
+    with trace.span("own", "trainer"):
+        pass
+    trace.close()
+    span = {"ph": "X", "name": "other", "ts": 1, "dur": 1, "tid": 1}
+    others = ({"ph": "X"}, {"name": "of no kind"}, span | {"ts": "1.5"}, span | {"args": []}, span | {"tid": "main"})
+    lines = "".join(f"{json.dumps(event)},\n" for event in others)
+    (tmp_path / "trace" / "000000.json").write_text(f"[\n{lines}")
+    (tmp_path / "trace" / "000002.json").write_text(f"[\n{lines}")
+    assert [span.name for span in read_spans(tmp_path)] == ["own"]
+    assert trace_end(tmp_path) == 0.0
 
 
 def test_every_part_opens_alone_with_the_names_of_all_rows(tmp_path: Path) -> None:
