@@ -17,6 +17,13 @@ MAX_POINTS = 2000
 """Longest series. The figures of a longer one are means over neighbouring steps."""
 
 
+class _Line(msgspec.Struct):
+    """What each line must have."""
+
+    step: float
+    engines: dict[str, dict[str, Any]] | None = None
+
+
 class MetricsFile:
     """Reads what was added since the last time, and all of it anew after a run went back to an earlier step."""
 
@@ -68,16 +75,16 @@ class MetricsFile:
     def _add(self, line: bytes) -> None:
         try:
             row: dict[str, Any] = msgspec.json.decode(line)
-            step = int(row["step"])
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            known = msgspec.convert(row, _Line)
+        except (msgspec.DecodeError, ValueError) as error:
             self.problem = self.problem or (
-                f"{self._path} is damaged, or not of skyrl_async: line {self.num_lines} is no line of metrics "
-                f"({f'it has no {error}' if isinstance(error, KeyError) else error}); take it out"
+                f"{self._path} is damaged, or not of skyrl_async: line {self.num_lines} is no line of metrics ({error}); "
+                "take it out"
             )
             return
-        index = self._index.setdefault(step, len(self._index))
+        index = self._index.setdefault(int(known.step), len(self._index))
         self._not_finite |= {(name, index) for name, value in row.items() if value is None}
-        for name, value in {**row, **engine_figures(row.get("engines") or {})}.items():
+        for name, value in {**row, **engine_figures(known.engines or {})}.items():
             if isinstance(value, int | float) or (name, index) in self._not_finite:
                 column = self._columns.setdefault(name, array("d"))
                 column.extend(itertools.repeat(math.nan, index + 1 - len(column)))

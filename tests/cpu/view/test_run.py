@@ -91,10 +91,21 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         metrics.read()
         assert re.search(r"metrics.jsonl is damaged, or not.*: line 2 is no line of metrics", metrics.problem or "")
     assert metrics.steps == [1, 2], "what is right is shown"
-    path.write_text('{"_step": 1, "loss": 0.5}\n')
-    metrics = MetricsFile(path)
-    metrics.read()
-    assert "line 1 is no line of metrics (it has no 'step')" in (metrics.problem or "")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"_step": 1, "loss": 0.5}', "Object missing required field `step`"),
+        ('{"step": 1, "engines": ["engine-0"]}', "Expected `object | null`, got `array` - at `$.engines`"),
+        ('{"step": 1, "engines": {"engine-0": 5}}', "Expected `object`, got `int` - at `$.engines[...]`"),
+        ("[1]", "Expected `object`, got `array`"),
+    ],
+)
+def test_a_line_of_another_format_says_what_is_wrong_with_it(tmp_path: Path, line: str, problem: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    (found,) = overview([ViewedRun(tmp_path)])["runs"]
+    assert f"line 1 is no line of metrics ({problem}); take it out" in found["error"]
 
 
 def test_a_directory_that_is_gone_is_said(run: ViewedRun) -> None:
