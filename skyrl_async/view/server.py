@@ -37,6 +37,7 @@ from skyrl_async.view.run import EMPTY, ViewedRun, differences
 
 PAGE = Path(__file__).with_name("page")
 LOOPBACK = ("127.0.0.1", "localhost")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _COOKIE = "skyrl_async_view"
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:"
 """Text of a sample that got into the page as code would not run."""
@@ -200,6 +201,6 @@ def serve(runs: Sequence[ViewedRun], *, host: str, port: int, say: Callable[[str
             f"port {port} of {host} cannot be had ({error}); choose another --port (0: any free one) or --host"
         ) from None
     with listening:
-        name = f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if host in _ALL_ADDRESSES else f"[{host}]" if ":" in host else host
         say(f"http://{name}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else ""))
         uvicorn.Server(uvicorn.Config(make_app(runs, token), log_level="warning", lifespan="off")).run([listening])

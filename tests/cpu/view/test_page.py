@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -467,7 +468,8 @@ def test_only_who_knows_the_token_and_who_names_this_machine_is_answered(run_dir
         assert [answer.status_code for answer in answers] == [404, 400, 400]
         assert answers[2].json() == {"error": "run must be a number from 0 to 0, got '7'"}
     with served(run_dir, "--host", "0.0.0.0") as address:
-        address = address.replace("0.0.0.0", "127.0.0.1")
+        assert f"//{socket.gethostname()}:" in address, "a name for other machines"
+        address = address.replace(socket.gethostname(), "127.0.0.1", 1)
         with httpx.Client() as client:
             assert client.get(address.split("?")[0]).status_code == 403
             assert client.get(address).status_code == 200
