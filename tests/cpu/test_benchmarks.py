@@ -238,10 +238,10 @@ def of_distillation_runs(kept: Kept) -> Iterator[str]:
 
 
 def of_estimator_runs(kept: Kept) -> Iterator[str]:
-    names = (", ".join(f"`{part}`" for part in row["estimator"].split(", ")) for row in kept["rows"])
-    yield f"| estimator | {' | '.join(names)} |"
-    for name in ("before", "after"):
-        yield f"| {name} | {listed((row[f'reward_{name}'] for row in kept['rows']), ' | ')} |"
+    assert {row["estimator"] for row in kept["rows"]} == set(RUNS)
+    for row in kept["rows"]:
+        name = ", ".join(f"`{part}`" for part in row["estimator"].split(", "))
+        yield f"| {name} | {row['reward_before']:.2f} | {row['reward_after']:.2f} |"
 
 
 def of_critic(kept: Kept) -> Iterator[str]:
