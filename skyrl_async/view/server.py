@@ -37,7 +37,7 @@ from skyrl_async.view.run import EMPTY, ViewedRun, differences
 
 PAGE = Path(__file__).with_name("page")
 LOOPBACK = ("127.0.0.1", "localhost")
-_ALL_ADDRESSES = ("0.0.0.0", "::")
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _COOKIE = "skyrl_async_view"
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:"
 """Text of a sample that got into the page as code would not run."""
