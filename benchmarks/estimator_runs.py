@@ -2,8 +2,8 @@
 some variants.
 
 ``reward_before`` and ``reward_after`` are of held-out prompts; ``rows_per_sample``, and a critic's ``explained_variance``, are means over
-steps. A run is short, and has one seed: the rows show that an algorithm works from the command line to the policy, not which one is best.
-``--only`` runs some, and keeps the other rows of the file.
+steps; null: there is none, or it was not kept. A run is short, and has one seed: the rows show that an algorithm works from the command
+line to the policy, not which one is best. ``--only`` runs some, and keeps the other rows of the file.
 """
 
 import json
@@ -47,10 +47,10 @@ _OF_LOSS = {
 """What a loss is meant to go with."""
 LOSSES = {
     f"grpo, {name}": [f"trainer.algorithm.policy_loss_type={name}", *_OF_LOSS.get(name, ())]
-    for name in POLICY_LOSSES.entries
-    if name != "ppo_clip"
+    for name, entry in POLICY_LOSSES.entries.items()
+    if entry != POLICY_LOSSES.entry("ppo_clip")
 }
-"""Of the other rows the loss is ``ppo_clip``, the default."""
+"""Of the other rows the loss is ``ppo_clip``, the default, which has other names."""
 RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS, *LOSSES)
 """Names of the rows."""
 
@@ -117,9 +117,9 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
     num_taken = from_overrides(*overrides(name, num_steps)).trainer.num_steps
     num_rows = fmean(values["generate/rows_mean"] for values in logged if "generate/rows_mean" in values)
     ends = {"reward_before": rewards[0], "reward_after": rewards[-1]}
-    row = {"estimator": name, **ends, "rows_per_sample": num_rows, "steps": num_taken}
-    if explained := [values[_EXPLAINED] for values in logged if _EXPLAINED in values]:
-        row["explained_variance"] = fmean(explained)
+    explained = [values[_EXPLAINED] for values in logged if _EXPLAINED in values]
+    row = {"estimator": name, **ends, "rows_per_sample": num_rows, "explained_variance": None, "steps": num_taken}
+    row["explained_variance"] = fmean(explained) if explained else None
     print(row, flush=True)
     return row
 

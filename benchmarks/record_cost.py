@@ -2,7 +2,6 @@
 
 ``record_s``: of the thread that splits rows into turns, decodes and writes them. ``add_s``: of the event loop, which hands groups over.
 ``driver_s``: of the run's own process, both included. ``job_s``: of all processes until the last write, with engines and policy workers.
-CPU seconds depend little on what else runs; seconds of the clock would.
 
 ``by_length``: CPU seconds per million tokens of making rows, with texts and without, by the length of an answer in tokens, of single
 characters as the default task's are.
@@ -35,7 +34,7 @@ from skyrl_async.tasks.tiny_policy import task_tokenizer
 from skyrl_async.types import Group, Trajectory
 
 _ROUNDS, _STEPS, _REPEATS = 3, 15, 3
-_LENGTHS = tuple(1024 * n for n in (1, 8, 32, 128))
+_LENGTHS = (64, *(1024 * n for n in (1, 8, 32, 128)))
 
 
 def measured_run(keep: str, run_dir: Path, num_steps: int, seed: int) -> dict[str, Any]:

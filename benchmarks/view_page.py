@@ -4,6 +4,9 @@
 to the table of all samples. ``find_s``: words in the texts of all. ``sample_s``: from a click to the tokens of a sample. ``time_s``: from a
 click to the spans of the whole run. ``viewer_mb``: resident memory of the viewer's process. ``record_s_per_million_tokens``: what the
 thread that writes the record takes, without decoding tokens. ``export_s``: writing the report in one file.
+
+``first_answers``: of runs of more steps, with the figures of that step of the recorded run which has most: CPU seconds of the viewer's
+first answer and of the next, and the most memory.
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from skyrl_async.record.ended import EndedGroup, Outcome
 from skyrl_async.record.files import DIRECTORY, TOKENIZER
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.types import Group, Trajectory
+from skyrl_async.view.__main__ import DEMO
 
 NUM_TOKENS = 200
 _GROUP = 10
@@ -154,6 +158,32 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
             server.terminate()
 
 
+_ANSWER_TWICE = """
+import json, resource, sys, time
+from pathlib import Path
+from skyrl_async.view.run import ViewedRun
+run, laps = ViewedRun(Path(sys.argv[1])), [time.process_time()]
+for _ in range(2):
+    assert run.overview()["error"] is None
+    laps.append(time.process_time())
+most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+print(json.dumps({"first_s": laps[1] - laps[0], "next_s": laps[2] - laps[1], "most_mb": most}))
+"""
+
+
+def first_answer(num_steps: int) -> dict[str, float]:
+    """In a process of its own, which imports nothing else."""
+    step = msgspec.json.decode(max((DEMO / "metrics.jsonl").read_bytes().splitlines(), key=len))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "metrics.jsonl"
+        with path.open("wb") as file:
+            for number in range(1, num_steps + 1):
+                file.write(msgspec.json.encode(step | {"step": number, "time_s": 10.0 * number}) + b"\n")
+        size_mb = path.stat().st_size / 1e6
+        found = subprocess.run([sys.executable, "-c", _ANSWER_TWICE, directory], stdout=subprocess.PIPE, check=True)
+    return {"num_steps": num_steps, "metrics_mb": size_mb, **msgspec.json.decode(found.stdout)}
+
+
 def main() -> int:
     options = arguments(__doc__ or "").parse_args()
     sizes = {"num_steps": 100, "num_samples": 10_000} if options.quick else {"num_steps": 1000, "num_samples": 100_000}
@@ -168,7 +198,12 @@ def main() -> int:
         command = [sys.executable, "-m", "skyrl_async.view", str(run_dir), "--export", f"{directory}/report.html"]
         subprocess.run(command, check=True)
         export_s = time.perf_counter() - began
-    figures = {"run_mb": size_mb, "record_s_per_million_tokens": per_million, "export_s": export_s}
+    figures = {
+        "run_mb": size_mb,
+        "record_s_per_million_tokens": per_million,
+        "export_s": export_s,
+        "first_answers": [first_answer(num_steps) for num_steps in ((1000,) if options.quick else (10_000, 100_000))],
+    }
     report("the page over a long run", {"conditions": under, **figures}, rows, options.json)
     return 0
 

@@ -61,7 +61,7 @@ class SampleCredit:
     """(N,) float32: behavior log-probs of the trained tokens, nats."""
     log_ratios: Logprobs | None = None
     """(N,) float32, nats: recomputed log-probs of the trained tokens less the behavior ones; exactly 0 for tokens that the recomputed
-    policy has sampled itself. None unless the estimator asks for recomputed log-probs."""
+    policy has sampled itself. None unless the estimator asks for recomputed log-probs, or V-trace does for one that reads values."""
     values: Values | None = None
     """(N,) float32: a critic's values of what is before each trained token; None unless the estimator asks for them."""
 
@@ -95,7 +95,8 @@ class SampleCredit:
 
     def weights(self, unit: Unit, largest: float | None) -> NDArray[np.float64]:
         """(N,) per trained token, or (J,) per trained turn: importance weights ``pi / mu``, at most ``largest``; None: 1."""
-        assert self.log_ratios is not None, "log_ratios are there for an estimator that needs_old_logprobs"
+        if self.log_ratios is None:
+            raise TrainingError("an estimator that weighs tokens must be registered with needs_old_logprobs=True")
         log_ratios = self.log_ratios.astype(np.float64)
         if unit is Unit.TURN and len(log_ratios):
             log_ratios = np.add.reduceat(log_ratios, self.first_tokens)

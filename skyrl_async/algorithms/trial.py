@@ -35,6 +35,7 @@ _HOW_TO_ASK = {
 _DECLARATIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"needs_values": True}, "needs_values=True, without which samples have values=None"),
     ({"needs_old_logprobs": True}, "needs_old_logprobs=True, without which samples have log_ratios=None"),
+    ({"needs_values": True, "needs_old_logprobs": True}, "needs_values=True and needs_old_logprobs=True"),
     ({"needs_baseline": True}, "needs_baseline=True, without which groups have baseline=None"),
     ({"needs_mini_batch": True}, "needs_mini_batch=True, without which it gets one group"),
     ({"unit": Unit.TURN}, "unit='turn', without which it gives one advantage per sample or token"),

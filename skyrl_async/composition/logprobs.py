@@ -106,7 +106,7 @@ def check_same_tokens(
             f"{key}={path} must have the policy's tokens: {token} is {there.get(token)!r} there and {here.get(token)!r} here"
         )
     if theirs != ours and same_size is not None:
-        raise PolicyError(other_size)
+        raise PolicyError(other_size)  # their tokenizers agree: one has more unused tokens
     if theirs != ours and (theirs or 0) <= max(here):
         raise PolicyError(f"{key}={path} has {theirs} tokens, and the policy's tokenizer more")
 

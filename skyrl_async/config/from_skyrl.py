@@ -205,7 +205,7 @@ def _take_together(theirs: Mapping[str, str], result: Translation) -> None:
         result.set("training.num_workers", ranks, f"{placement}gpus_per_node times policy_num_nodes")
     if value(f"{algorithm}advantage_estimator", "grpo") == "gae":
         result.set(f"{algorithm}advantage_batch_normalize", True, "SkyRL's gae always normalises")
-        if "placement.groups" in result.settings:
+        if value("trainer.placement.colocate_all", False) and "placement.groups" in result.settings:
             result.set("placement.groups", [["policy", "generate", "critic"]], "trainer.placement.colocate_all")
         _take_critic_ranks(value, result)
     mini, key = value("trainer.policy_mini_batch_size", 256), "trainer.train_batch_size"

@@ -62,8 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_writable(path: Path) -> None:
+    is_new = not path.exists()
     try:
         path.open("ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(
             f"--json {path} cannot be written: {error.strerror}; name a file in a directory that exists"

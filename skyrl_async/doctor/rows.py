@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from skyrl_async.types import ENVIRONMENT_VERSION, Trajectory
 UNKNOWN_ENGINE = "several engines, or unknown ones"
 MAX_TOKENS_PER_ROW = 1024
 """Only the first response tokens of a row are examined; later ones do not change their log-probs."""
+_MOST_TRIED = 4
+"""Rows that are read for one that is wanted: all tokens of a version may be masked."""
 _CUT = ("response_token_ids", "loss_mask", "logprobs", "old_logprobs")
 _COMPARED = ("prompt_token_ids", *_CUT)
 
@@ -113,15 +115,16 @@ def read_rows(run_dir: Path, versions: Collection[int], num_rows: int) -> list[R
     for found in read_samples(run_dir, names).to_pylist():
         if found["outcome"] == Outcome.HELD_OUT or not found["num_sampled_tokens"]:
             continue
-        of_row = {span["version"] for span in found["policy_versions"] if span["version"] != ENVIRONMENT_VERSION}
+        spans = [span for span in found["policy_versions"] if span["start"] < MAX_TOKENS_PER_ROW]
+        of_row = {span["version"] for span in spans if span["version"] != ENVIRONMENT_VERSION}
         seen |= of_row
         for version in of_row & set(versions):
             kind = version, _engine(found["engines"]), version == found["old_version"]
             kept.setdefault(kind, []).append(found["row"])
 
     def readable(version: int, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        """From the newest on, those whose tokens have not been thinned out, some of this version trained."""
-        for number in reversed(numbers):
+        """From the newest on, those whose tokens have not been thinned out, some of this version trained; of so many that are tried."""
+        for number in islice(reversed(numbers), _MOST_TRIED * num_rows):
             found = read_samples(run_dir, _WHOLE, begin=number, end=number + 1).to_pylist()[0]
             if found["response_token_ids"] is not None and version in Tokens.of([row := _row(found)]).version:
                 yield number, row

@@ -57,8 +57,8 @@ class StepFigures:
     """Smallest factor on the learning rate among the optimizer steps taken; 0: one was refused."""
     num_refused_steps: int = 0
     """Optimizer steps that ``trainer.guard.min_ess`` refused."""
-    num_warmup_steps: int = 0
-    """Optimizer steps in which the critic alone was trained."""
+    num_untaken_steps: int = 0
+    """Optimizer steps that the policy has not taken: refused, or while the critic alone is trained."""
     critic: dict[str, float] = field(default_factory=dict)
     """Figures of the critic's last step by metric name; empty without one."""
     denominator: float = 0.0
@@ -198,10 +198,12 @@ class StepFigures:
 
     @property
     def why_untaken(self) -> str | None:
-        """Why the policy has taken no optimizer step; None if it has taken one."""
-        if self.num_warmup_steps == self.num_steps:
-            return "trainer.critic.warmup_steps: the critic alone was trained"
-        return "trainer.guard.min_ess refused the step" if self.num_refused_steps == self.num_steps else None
+        """Why the policy has taken none of the batch's optimizer steps; None if it has taken one."""
+        if self.num_untaken_steps < self.num_steps:
+            return None
+        if self.num_refused_steps:
+            return "trainer.guard.min_ess refused the step"
+        return "trainer.critic.warmup_steps: the critic alone was trained"
 
     @property
     def trains_nothing(self) -> bool:

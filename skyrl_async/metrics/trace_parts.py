@@ -144,7 +144,7 @@ class TraceParts:
         earlier = _part_files(directory)
         heads = (event for part in earlier for event in itertools.islice(_events(part), 1))
         now = wall_clock()
-        self._began_at: float = next((head.args["unix_s"] for head in heads), round(now, 6))
+        self._began_at: float = next((head.args["unix_s"] for head in heads if "unix_s" in head.args), round(now, 6))
         self._zero = clock() - max(0.0, now - self._began_at)
         self._names: list[str] = []
         self._writer: DiskWriter[tuple[int, str]] = DiskWriter(
@@ -253,7 +253,7 @@ def _thin(part: Path) -> None:
         if event.ph == "M":
             heads.append(line)
             tracks |= {event.tid: event.args["track"]} if "track" in event.args else {}
-        else:
+        elif event.tid in tracks:
             spans[tracks[event.tid]].append((event.dur or sys.maxsize, position, line))
         if position % _LINES_PER_TURN == 0:
             time.sleep(0.0005)

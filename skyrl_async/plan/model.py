@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.plan.calls import Floats
 from skyrl_async.plan.measured import Measured
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -251,6 +252,7 @@ def _streams(config: Config) -> bool:
     needs_whole_step = (
         algorithm.advantage_batch_normalize
         or trainer.steps_per_batch > 1
+        or trainer.schedule is not Schedule.fully_async
         or (estimator is not None and estimator.needs_mini_batch)
         or (loss is not None and loss.marker is not None)
     )

@@ -123,8 +123,13 @@ class SampleRecord:
         if math.isinf(self._max_bytes):
             return
         sizes = {file: file.num_bytes for file in files}
-        while sum(sizes.values()) > self._max_bytes and len(sizes) > 1:
-            oldest = next((file for file in files[:-1] if not file.kind), None)
+        while sum(sizes.values()) > self._max_bytes:
+            whole = [
+                file for file in files if not file.kind and (file is not files[-1] or sizes[file] > self._max_bytes)
+            ]
+            oldest = next(iter(whole), None)
+            if oldest is None and len(files) == 1:
+                return
             sizes.pop(oldest or files[0])
             if oldest is None:
                 files.pop(0).path.unlink()

@@ -184,7 +184,7 @@ def _work_of(group: Group, sample: int) -> tuple[float, Sequence[str] | None]:
 
 
 def _outcome(ended: EndedGroup, row: Trajectory) -> tuple[Outcome, str | None]:
-    failure = _utf8(row.logs.get("failure")) if row.is_abandoned else None
+    failure = _utf8(row.logs["failure"] or "no reason given") if row.is_abandoned and "failure" in row.logs else None
     if ended.outcome is not Outcome.TRAINED:
         is_failure = failure is not None and ended.outcome in (Outcome.FAILED, Outcome.HELD_OUT)
         return (Outcome.FAILED, failure) if is_failure else (ended.outcome, ended.reason)

@@ -51,7 +51,8 @@ class Generator(Protocol):
     A generator may let checkpoints keep partial samples, through ``request.sample_states``:
 
     - *snapshot*: ``track(index, read)`` registers a function that a checkpoint calls for a ``SampleState``, on the event loop. It
-      must not wait, and the state it returns must not change later. ``finish(index, rows)`` reports a finished sample.
+      must not wait, and the state it returns must not change later. ``finish(index, rows)`` reports a finished sample, and
+      ``fail(index, rows, why)`` what a failed one had sampled, for the record.
     - *restore*: ``restore_finished(index)`` returns the rows of a sample that was finished in the checkpoint, to be returned
       unchanged. ``restore(index)`` returns the ``SampleState`` of an unfinished one, with the generator's own JSON to continue from.
       ``discard(index)`` reports a state that cannot be continued.

@@ -105,6 +105,7 @@ class SampleStates:
             rows: as ``generate`` would return them; empty if nothing was sampled.
         """
         self.forget([index])
+        self.failed.pop(index, None)
         self._finished[index] = SampleState(rows=tuple(rows), num_tokens=sum(row.num_sampled_tokens for row in rows))
 
     def fail(self, index: int, rows: Sequence[Trajectory], why: str) -> None:

@@ -255,11 +255,12 @@ class TrainStage:
         """Have the policy, and the critic, take a step with the gradients that were added; returns the policy's values."""
         self.is_torn = True
         lr_scale = self._guard.lr_scale(effective_shares(figures.step_sums))
-        if not lr_scale:
+        if self._critic is not None and figures.current_version < self._critic.warmup_steps:
+            lr_scale = 0.0
+        elif not lr_scale:
             version, figures.num_refused_steps = figures.current_version + 1, figures.num_refused_steps + 1
             logger.warning("step %d is refused: its effective sample size is below trainer.guard.min_ess", version)
-        if self._critic is not None and figures.current_version < self._critic.warmup_steps:
-            lr_scale, figures.num_warmup_steps = 0.0, figures.num_warmup_steps + 1
+        figures.num_untaken_steps += not lr_scale
         async with self._beside_critic(figures, CriticTraining.step):
             with self._run.recorder.timed(figures, "optimizer_step", track="training"):
                 policy_values = await self._policy.step(figures.loss_denominator, lr_scale)

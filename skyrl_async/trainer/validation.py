@@ -18,7 +18,7 @@ from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ENDS_RUN, GenerationError, in_one_line
-from skyrl_async.record.ended import EndedGroup, Outcome, RecordsSamples
+from skyrl_async.record.ended import OTHERS_FAILED, EndedGroup, Outcome, RecordsSamples
 from skyrl_async.rollout.generator import Generator, GroupRequest
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.outages import Deadlines
@@ -128,8 +128,10 @@ class Evaluator:
                 except Exception as error:
                     logger.error("evaluation of %s failed for good: %s", prompt.uid, in_one_line(error))
                     failures.append((prompt, error))
-                    played = [row for rows in request.sample_states.failed.values() for row in rows]
-                    self._record_ended(request, version, tuple(played), loop.time() - started, error)
+                    states = request.sample_states
+                    played = (states.finished | states.failed).items()
+                    rows = tuple(replace(row, sample_index=index) for index, rows in played for row in rows)
+                    self._record_ended(request, version, rows, loop.time() - started, error)
                     return ()
 
         groups = await run_together({f"evaluate-{p.uid}": run_rollout(i, p) for i, p in enumerate(prompts)})
@@ -149,7 +151,9 @@ class Evaluator:
         seconds: float,
         failure: Exception | None = None,
     ) -> None:
-        """Record the samples of a prompt; with a ``failure`` none of them is judged, and ``rows`` are what failed ones had sampled."""
+        """Record the samples of a prompt; with a ``failure`` none of them counts, and ``rows`` are those that were finished, and what
+        failed ones had sampled.
+        """
         present = {row.sample_index for row in rows}
         group = Group(
             uid=request.prompt.uid,
@@ -164,6 +168,7 @@ class Evaluator:
                 group=group,
                 outcome=Outcome.HELD_OUT,
                 step=version,
+                reason=None if failure is None else OTHERS_FAILED,
                 failed=() if failure is None else [i for i in range(request.num_samples) if i not in present],
                 failure=failure,
             )

@@ -20,23 +20,27 @@ _SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 
 
 def write_report(runs: Sequence[ViewedRun], path: Path) -> tuple[int, list[str]]:
-    """Write the file, and return its size in bytes, and what is wrong with each run that it leaves out.
+    """Write the file, and return its size in bytes, and what is wrong with runs: the report leaves out what cannot be read.
 
     Raises ``ConfigError`` if it cannot be written, or no run can be read.
     """
-    answers: dict[ViewedRun, dict[str, Any]] = {}
+    kept: list[ViewedRun] = []
+    glances: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     problems: list[str] = []
-    for run in runs:
-        (of_run,) = overview([run])["runs"]
+    for run, of_run in zip(runs, overview(runs)["runs"], strict=True):
+        if of_run["error"] is not None:
+            problems.append(of_run["error"])
         try:
-            if of_run["error"] is not None:
-                raise ConfigError(of_run["error"])
-            answers[run] = _answers(run, of_run)
-        except SkyRLAsyncError as error:
+            if of_run["num_lines"] or of_run["num_rows"]:
+                answers.append(_answers(run, of_run))
+                kept.append(run)
+                glances.append(of_run)
+        except (SkyRLAsyncError, OSError) as error:
             problems.append(str(error))
-    if not answers:
+    if problems and not kept:
         raise ConfigError("\n".join(problems))
-    recorded = {"overview": overview(list(answers)), "runs": list(answers.values())}
+    recorded = {"overview": overview(kept) | {"runs": glances}, "runs": answers}
     # As text of a script, JSON must not contain the end of a script.
     data = msgspec.json.encode(recorded).decode().replace("<", "\\u003c")
     page = (PAGE / "index.html").read_text(encoding="utf-8")

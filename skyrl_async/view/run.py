@@ -102,14 +102,11 @@ class ViewedRun:
         files = files_in(self.directory / DIRECTORY)
         begin = max(0, files[-1].end - _FAILURE_ROWS) if files else 0
         try:
-            rows = read_samples(self.directory, ["outcome", "reason"], begin=begin).to_pylist()
+            rows = read_samples(self.directory, ["outcome", "reason", "branch"], begin=begin).to_pylist()
         except CheckpointError:  # the table of samples says so
             return []
-        return [
-            row["reason"]
-            for row in rows
-            if row["outcome"] == Outcome.FAILED and row["reason"] not in (None, OTHERS_FAILED)
-        ]
+        failed = (row for row in rows if row["outcome"] == Outcome.FAILED and not row["branch"])  # samples, not rows
+        return [row["reason"] for row in failed if row["reason"] not in (None, OTHERS_FAILED)]
 
     def settings(self) -> dict[str, Any]:
         """The values in force by key; empty where they are not known."""
@@ -145,8 +142,8 @@ class ViewedRun:
 
     def find(self, words: str, begin: int = 0) -> dict[str, Any]:
         """Rows from ``begin`` on with ``words`` in a text, from the newest on; cut after 10,000."""
-        rows = find_samples(self.directory, words, _MAX_FOUND, begin)
-        return {"rows": rows, "is_cut": len(rows) == _MAX_FOUND}
+        rows = find_samples(self.directory, words, _MAX_FOUND + 1, begin)
+        return {"rows": rows[:_MAX_FOUND], "is_cut": len(rows) > _MAX_FOUND}
 
     def sample(self, row: int) -> dict[str, Any]:
         """See ``whole_samples``. Raises ``LookupError`` if there is no row of that number."""

@@ -195,7 +195,11 @@ def serve(runs: Sequence[ViewedRun], *, host: str, port: int, say: Callable[[str
     """
     token = None if host in LOOPBACK else secrets.token_urlsafe(16)
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+        )
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"port {port} of {host} cannot be had ({error}); choose another --port (0: any free one) or --host"

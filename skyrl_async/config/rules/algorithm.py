@@ -67,7 +67,7 @@ def estimator_rules(config: Config) -> Iterator[str]:
         )
     reads = {
         "values are computed by the critic": needs_critic(config),
-        "log-probs by the policy": _reads_log_ratios(config),
+        "log-probs are computed by the policy": _reads_log_ratios(config),
     }
     for what in (what for what, is_read in reads.items() if is_read):
         if config.trainer.deterministic and config.trainer.staleness_bound:
@@ -211,7 +211,8 @@ def worker_rules(config: Config) -> Iterator[str]:
     if num_logp and not needs_old_logprobs(config):
         yield (
             f"training.num_logp_workers must be 0 with trainer.algorithm.policy_loss_type={loss}, got "
-            f"{num_logp}: decoupled_ppo asks for recomputed log-probs, and cispo_old, and gae with vtrace_clip and staleness; it does not"
+            f"{num_logp}: decoupled_ppo asks for recomputed log-probs, and cispo_old, what says needs_old_logprobs, and gae with "
+            "vtrace_clip and staleness; it does not"
         )
 
 
@@ -262,6 +263,10 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
     }.items():
         if is_asked:
             wrong[setting] = "policy/sequence_ess takes steps of fresh answers for stale ones; leave the guard off"
+    if _reads_log_ratios(config):
+        wrong[f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"] = (
+            "the log_ratios that it reads are too small for stale tokens"
+        )
     if _weighs_returns(config):
         wrong[f"trainer.algorithm.vtrace_clip={algorithm.vtrace_clip:g}"] = (
             "what follows a stale token counts too little; set vtrace_clip=null"

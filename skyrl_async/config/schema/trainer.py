@@ -164,7 +164,8 @@ class TrainerConfig:
     """
     stream_mini_batch: bool | None = None
     """Accumulate gradients of finished groups while the mini-batch's last ones are still generated. Null: unless
-    trainer.algorithm.advantage_estimator or policy_loss_type needs them all at once, or a batch has several optimizer steps.
+    trainer.algorithm.advantage_estimator, policy_loss_type or advantage_batch_normalize needs them all at once, a batch has several
+    optimizer steps, or trainer.schedule is another than fully_async.
     """
     deterministic: bool = False
     """Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no group

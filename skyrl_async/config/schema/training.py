@@ -39,8 +39,8 @@ class TrainingConfig:
     num_ref_workers: int = bounded(0, ge=0)
     """Ranks of the reference alone; 0: it lives on the policy workers, which compute its log-probs between their other calls."""
     num_logp_workers: int = bounded(0, ge=0)
-    """Ranks that recompute log-probs under the newest published weights, for decoupled_ppo; 0: the policy workers do, under the weights
-    they hold.
+    """Ranks that recompute log-probs under the newest published weights, for what asks for them, such as decoupled_ppo; 0: the policy
+    workers do, under the weights they hold.
     """
     num_teacher_workers: int = bounded(1, ge=1)
     """Ranks of each local teacher of trainer.algorithm.distillation."""

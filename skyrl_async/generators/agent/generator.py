@@ -27,8 +27,10 @@ from skyrl_async.errors import (
     InvalidResultError,
     OutageError,
     SessionError,
+    SkyRLAsyncError,
     first_and_last_line,
     in_one_line,
+    printable,
 )
 from skyrl_async.generators.agent.failures import Failure, FirstSamples, Reasons, final_failure, is_power_of_ten
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask, Harness, shown_extras
@@ -191,10 +193,10 @@ class AgentGenerator:
         self._counts["timeouts"] += sample.failure.is_timeout
         number = self._reasons.count(sample.failure)
         if number == 1:
-            logger.warning("agent %s failed: %s", label, sample.failure.message)
+            logger.warning("agent %s failed: %s", label, printable(sample.failure.message))
         else:
             level = logging.WARNING if is_power_of_ten(number) else logging.INFO
-            brief = first_and_last_line(sample.failure.message)
+            brief = printable(first_and_last_line(sample.failure.message))
             logger.log(level, "agent %s failed, like %d before it: %s", label, number - 1, brief)
 
     async def _run_in(self, session: AgentSession, request: GroupRequest, index: int, working_dir: Path) -> _Sample:
@@ -221,6 +223,8 @@ class AgentGenerator:
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
+        logs = {name: text[-_MAX_LOG_CHARS:] for name, text in result.logs.items()}
+        logs |= {"failure": failure.message} if failure else {}
         reward = EpisodeReward(reward=0.0)
         if not failure:
             try:
@@ -228,9 +232,11 @@ class AgentGenerator:
             except Exception as error:  # not the agent's fault, nor the policy's
                 error.add_note(f"which rewards sample {index} of prompt {task.uid!r}")
                 self._first_samples.count(f"{task.uid}-{index}", in_one_line(error))
-                with contextlib.suppress(SessionError):
+                with contextlib.suppress(SkyRLAsyncError):  # the error of the reward is the one to know
                     rows = await session.abandon(metrics=metrics)
-                    request.sample_states.fail(index, rows, f"{type(error).__name__}: {error}")
+                    request.sample_states.fail(
+                        index, [replace(row, logs=logs) for row in rows], f"{type(error).__name__}: {error}"
+                    )
                 raise
         if failure and not request.is_evaluation:
             rows = await session.abandon(metrics=metrics)
@@ -246,9 +252,6 @@ class AgentGenerator:
                 report_engine(engine)
             if len(engines) == 1:
                 self.on_call(engines[0], num_tokens, seconds)
-        logs = {name: text[-_MAX_LOG_CHARS:] for name, text in result.logs.items()} | (
-            {"failure": failure.message} if failure else {}
-        )
         rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
         if failure:
             request.sample_states.fail(index, rows, failure.message)

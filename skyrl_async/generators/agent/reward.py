@@ -84,14 +84,15 @@ RewardFunction = Callable[[Prompt, AgentEpisode], Reward | Awaitable[Reward]]
 def earned(found: Any, source: str, episode: AgentEpisode) -> EpisodeReward:
     """A reward, or a list or array of rewards of turns and tokens, as given.
 
-    ``GenerationError`` names its source if that is no finite number, or if the episode has fewer turns, or turns and no reward, or a turn
-    other tokens.
+    Raises ``GenerationError`` with its source for what is not finite, for more rewards than the episode has turns, none for its turns, or
+    other than one per token of a turn.
     """
     if not isinstance(found, list | tuple) and getattr(found, "ndim", 0) == 0:
         return EpisodeReward(reward=finite_reward(found, source))
     if not len(found) and episode.num_turns:
         raise GenerationError(
-            f"{source} must return a number, or at least one reward of {episode.num_turns} turns, got {found!r}; return 0 for none"
+            f"{source} must return a number, or a reward for at least one of its turns ({episode.num_turns}), got {found!r}; return 0 for "
+            "none"
         )
     if len(found) > episode.num_turns:
         raise GenerationError(

@@ -26,7 +26,7 @@ const RANGES = {
   staleness: (s) => [s.staleness, s.staleness], version: (s) => [s.first_version, s.last_version],
 };
 const STACKED = 1100; // pixels up to which a sample is below the table, as in the style sheet
-const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, searched: [], isCut: false, chosen: null, mode: "version", isSide: false };
+const browse = { samples: [], restarts: [], sorted: { by: "row", down: true }, visible: [], found: null, searched: [], cut: new Set(), chosen: null, mode: "version", isSide: false };
 
 function buildSamples() {
   const changed = later(120, () => filterRows());
@@ -129,7 +129,7 @@ async function findWords() {
 }
 
 function setWords(words) {
-  Object.assign(browse, { words, found: words ? [] : null, searched: [], isCut: false });
+  Object.assign(browse, { words, found: words ? [] : null, searched: [], cut: new Set() });
 }
 
 // Search the rows that have not been searched, and show what is found in them.
@@ -144,7 +144,7 @@ async function searchNew() {
     if (browse.words !== words) return false;
     browse.found[run] = new Set([...(before ? browse.found[run] : []), ...rows]);
     browse.searched[run] = { end, restarts };
-    browse.isCut ||= isCut;
+    if (isCut) browse.cut.add(run);
     return true;
   });
   const ended = await Promise.allSettled(searches), failed = ended.find((one) => one.status === "rejected");
@@ -191,7 +191,7 @@ function sortRows() {
     return sign * (x < y ? -1 : 1);
   });
   const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${RECORDED && browse.words ? `; the report has ${number(RECORDED.runs.reduce((sum, run) => sum + Object.keys(run.rows).length, 0))} texts to search` : ""}${browse.isCut ? `; the words are also in older ones: only the newest ${number(browse.found.reduce((sum, of) => sum + of.size, 0))} are found` : ""}`;
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${RECORDED && browse.words ? `; the report has ${number(RECORDED.runs.reduce((sum, run) => sum + Object.keys(run.rows).length, 0))} texts to search` : ""}${browse.cut.size ? `; the words are also in older ones: only the newest ${number([...browse.cut].reduce((sum, run) => sum + browse.found[run].size, 0))} are found` : ""}`;
   drawRows();
 }
 

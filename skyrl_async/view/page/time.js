@@ -166,7 +166,7 @@ function drawTime() {
     const row = rowOf.get(`${span.track}\n${span.lane}`);
     if (row === undefined || span.end < begin || span.begin > end) continue;
     const from = Math.max(names, x(span.begin)), to = Math.min(width, x(span.end)), y = TOP + row * ROW + 3;
-    if (span.name in ENDS) {
+    if (Object.hasOwn(ENDS, span.name)) {
       ends.push({ from: from - END, to: from + END, row, span });
       continue;
     }

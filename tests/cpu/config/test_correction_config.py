@@ -119,6 +119,14 @@ def test_corrections_reach_the_policy_workers() -> None:
             f"generator.sampling.top_p must be left at its default with {PREFIX}.token_mask_is_threshold_high=5, got 0.9",
         ),
         (
+            [
+                ROLLOUT_IS,
+                "trainer.algorithm.advantage_estimator=tests.cpu.own_algorithms:ratio_advantages",
+                "generator.sampling.top_p=0.9",
+            ],
+            "generator.sampling.top_p must be left at its default with .*:ratio_advantages, got 0.9: .* log_ratios that it reads are too",
+        ),
+        (
             [ROLLOUT_IS, "trainer.guard.min_ess=0.3", "generator.sampling.top_p=0.9"],
             "generator.sampling.top_p must be left at its default with trainer.guard.min_ess=0.3, got 0.9: .* leave the guard off",
         ),

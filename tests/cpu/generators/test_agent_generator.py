@@ -495,7 +495,7 @@ async def test_a_reward_may_be_one_for_each_token_of_a_turn() -> None:
         ([0.5, 0.5], r"generator.reward must return at most one reward per turn \(1\), got 2: \[0.5, 0.5\]"),
         (
             [],
-            r"generator.reward must return a number, or at least one reward of 1 turns, got \[\]; return 0 for",
+            r"generator.reward must return a number, or a reward for at least one of its turns \(1\), got \[\]; return 0 for",
         ),
         ([math.inf], r"generator.reward\[0\] must return a finite number as reward, got inf"),
         (

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.config.load import changed
-from skyrl_async.config.schema.trainer import StalenessPolicy
+from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
 from skyrl_async.plan.calls import Samples, turns_by_group, waiting_seconds
@@ -215,16 +215,18 @@ def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None
 @pytest.mark.parametrize(
     ("key", "value", "streams"),
     [
-        ("advantage_estimator", "grpo", True),
-        ("advantage_estimator", "reinforce++", False),
-        ("policy_loss_type", "clip_cov", False),
-        ("advantage_batch_normalize", True, False),
-        ("advantage_estimator", "own.module:estimator", True),
+        ("algorithm.advantage_estimator", "grpo", True),
+        ("algorithm.advantage_estimator", "reinforce++", False),
+        ("algorithm.policy_loss_type", "clip_cov", False),
+        ("algorithm.advantage_batch_normalize", True, False),
+        ("algorithm.advantage_estimator", "own.module:estimator", True),
+        ("update_epochs_per_batch", 2, False),
+        ("schedule", Schedule.one_step_off, False),
     ],
 )
 def test_what_needs_a_whole_step_is_not_planned_as_streamed(run: Measured, key: str, value: Any, streams: bool) -> None:
     model = fit(run)
-    config = changed(model.config, {f"trainer.algorithm.{key}": value})
+    config = changed(model.config, {f"trainer.{key}": value})
     assert settings_of(model, config, num_steps=1).stream_mini_batch is streams
 
 

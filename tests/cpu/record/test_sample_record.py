@@ -256,6 +256,16 @@ def test_below_a_limit_that_the_parts_alone_exceed_figures_still_outlast_texts(t
     assert len(rows) == 30 and not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
 
 
+def test_a_file_that_alone_exceeds_the_limit_loses_its_texts_before_any_figures_are_deleted(tmp_path: Path) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY, max_bytes=100e3)
+    for step in range(4):
+        noise = np.random.default_rng(step).normal(size=30_000).astype(np.float32)
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(30_000, logprobs=noise)))
+        asyncio.run(record.flush())
+    rows = read_samples(tmp_path).to_pylist()
+    assert [found["uid"] for found in rows] == ["p0", "p1", "p2", "p3"] and rows[-1]["logprobs"] is None
+
+
 @given(kept=st.integers(0, 12), num_after=st.integers(0, 3))
 def test_a_resumed_run_goes_on_after_the_rows_of_its_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, kept: int, num_after: int
