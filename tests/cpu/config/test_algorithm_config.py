@@ -79,7 +79,7 @@ def test_the_command_line_takes_signs_and_paths_as_they_are() -> None:
         ),
         (
             [f"{ESTIMATOR}=tests.cpu.own_algorithms:ratio_advantages", "trainer.deterministic=true"],
-            "max_staleness_steps must be 0 with trainer.deterministic=true and .*, got 4: log-probs are computed by the policy that is there",
+            "max_staleness_steps must be 0 with trainer.deterministic=true and .*, got 4: log-probs are computed by the policy that",
         ),
         (
             [f"{ESTIMATOR}=gae", "trainer.critic.warmup_steps=50", "trainer.num_steps=50"],
