@@ -20,6 +20,7 @@ from pathlib import Path
 
 from skyrl_async.doctor.examination import Examination, examine
 from skyrl_async.doctor.findings import OTHER_WEIGHTS
+from skyrl_async.doctor.rows import MAX_TOKENS_PER_ROW
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 
@@ -81,6 +82,7 @@ def report(found: Examination) -> str:
     """The examination as text."""
     versions = ", ".join(map(str, found.versions))
     rows = "recorded rows" if found.is_recorded else "answers sampled now"
+    rows += f" (the first {MAX_TOKENS_PER_ROW:,} response tokens of each)" if found.is_cut else ""
     lines = [
         f"{found.num_tokens:,} tokens of {found.num_rows} {rows}, policy version {versions}",
         "",

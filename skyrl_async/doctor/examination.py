@@ -35,7 +35,7 @@ from skyrl_async.doctor.paths import (
     path_gap,
     trainer_paths,
 )
-from skyrl_async.doctor.rows import Row, Tokens, read_rows
+from skyrl_async.doctor.rows import MAX_TOKENS_PER_ROW, Row, Tokens, read_rows
 from skyrl_async.doctor.run_files import RunFiles
 from skyrl_async.doctor.scoring import Scorer, Values, on_one_thread, scores
 from skyrl_async.errors import ConfigError
@@ -76,6 +76,8 @@ class Examination:
     findings: tuple[Finding, ...]
     split: RatioSplit | None
     """None if no examined token was trained."""
+    is_cut: bool
+    """Whether rows may be longer than what is examined of them."""
 
     @property
     def is_healthy(self) -> bool:
@@ -181,6 +183,7 @@ async def _examined(
         paths=tuple(path for path in paths if path.num_tokens),
         findings=(*of_tokens, *of_paths),
         split=_split(tokens, known),
+        is_cut=any(len(row.trajectory.response_token_ids) == MAX_TOKENS_PER_ROW for row in tokens.rows),
     )
 
 

@@ -105,7 +105,7 @@ RULES = (
         metric=_SLOWEST,
         is_bad=lambda share, _: share < 0.6,
         says="One engine samples {value:.0%} of the tokens per second of a call that the others do",
-        advice="Look at what else runs on its device.",
+        advice="Look at what else runs on its device; uv run -m skyrl_async.engines RUN remove NAME takes it out.",
     ),
     Rule(
         name="engines hold other weights",
@@ -136,7 +136,7 @@ RULES = (
         metric="reward/zero_variance_frac",
         is_bad=lambda share, row: share >= 0.9 and row.get("reward/mean", 0.0) >= 0.5 and _TEACHER not in row,
         says="In {value:.0%} of the groups all samples have the same, high reward: they train nothing",
-        advice="The prompts are solved: end the run, or take harder ones.",
+        advice="The prompts are solved: end the run, or take harder ones (task.train_files, task.name).",
     ),
     Rule(
         name="nothing passes the filter",

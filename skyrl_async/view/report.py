@@ -32,13 +32,13 @@ def write_report(runs: Sequence[ViewedRun], path: Path) -> tuple[int, list[str]]
         if of_run["error"] is not None:
             problems.append(of_run["error"])
         try:
-            if of_run["num_lines"] or of_run["num_rows"]:
+            if of_run["error"] is None or of_run["num_lines"] or of_run["num_rows"]:
                 answers.append(_answers(run, of_run))
                 kept.append(run)
                 glances.append(of_run)
         except (SkyRLAsyncError, OSError) as error:
             problems.append(str(error))
-    if problems and not kept:
+    if not kept:
         raise ConfigError("\n".join(problems))
     recorded = {"overview": overview(kept) | {"runs": glances}, "runs": answers}
     # As text of a script, JSON must not contain the end of a script.

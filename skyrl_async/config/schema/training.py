@@ -45,7 +45,7 @@ class TrainingConfig:
     num_teacher_workers: int = bounded(1, ge=1)
     """Ranks of each local teacher of trainer.algorithm.distillation."""
     num_critic_workers: int = bounded(1, ge=1)
-    """Ranks of the critic of advantage_estimator=gae and turn_gae; other estimators have none."""
+    """Ranks of the critic of advantage_estimator=gae and turn_gae, and of what says needs_values; other estimators have none."""
     device: Device = Device.auto
     """auto takes cuda where there is one."""
     lr: float = bounded(1e-6, gt=0)

@@ -536,6 +536,10 @@ def test_mistakes_are_named(run_dir: Path, tmp_path: Path, capsys: pytest.Captur
         assert f"port {port} of 127.0.0.1 cannot be had" in capsys.readouterr().err
     assert main([str(run_dir), "--export", str(tmp_path / "nowhere" / "report.html")]) == 2
     assert "name a file in a directory that exists" in capsys.readouterr().err
+    booting = tmp_path / "booting"
+    booting.mkdir()
+    (booting / "config.yaml").write_text("training:\n  lr: 0.001\n")
+    assert main([str(booting), "--export", str(tmp_path / "report.html")]) == 0
     (run_dir / "metrics.jsonl").write_text("{half\n")
     assert main([str(run_dir), "--export", str(tmp_path / "report.html")]) == 0, "its samples are whole"
     assert "line 1 is no line of metrics" in capsys.readouterr().err
