@@ -48,10 +48,10 @@ _OF_LOSS = {
 LOSSES = {
     f"grpo, {name}": [f"trainer.algorithm.policy_loss_type={name}", *_OF_LOSS.get(name, ())]
     for name, entry in POLICY_LOSSES.entries.items()
-    if entry != POLICY_LOSSES.entry("ppo_clip")
+    if POLICY_LOSSES.is_builtin(name) and entry != POLICY_LOSSES.entry("ppo_clip")
 }
 """Of the other rows the loss is ``ppo_clip``, the default, which has other names."""
-RUNS = (*ADVANTAGE_ESTIMATORS.entries, *VARIANTS, *LOSSES)
+RUNS = (*filter(ADVANTAGE_ESTIMATORS.is_builtin, ADVANTAGE_ESTIMATORS.entries), *VARIANTS, *LOSSES)
 """Names of the rows."""
 
 

@@ -268,9 +268,11 @@ async def test_a_forced_call_is_constrained_and_is_context_unless_it_may_be_trai
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 1})
     assert tuple(row["prompt_token_ids"] + row["response_token_ids"]) == sampler.prompts[1] + sampler.completions[1]
     first = row["logprobs"][: len(sampler.completions[0])]
-    assert 0.0 in first and (-0.5 in first) == trains_constrained
+    assert {0.0, -0.5} <= set(first), "as sampled, trained or not"
     assert ("sampled under a grammar are not trained" in caplog.text) != trains_constrained
-    assert [bool(mask) for mask in row["loss_mask"]] == [logprob != 0.0 for logprob in row["logprobs"]]
+    is_chosen = [logprob != 0.0 for logprob in row["logprobs"]]
+    is_trained = [trains_constrained] * len(first) + [True] * (len(is_chosen) - len(first))
+    assert [bool(mask) for mask in row["loss_mask"]] == [all(both) for both in zip(is_chosen, is_trained, strict=True)]
 
 
 async def test_completions_of_a_session_are_turns_without_parents() -> None:
