@@ -50,7 +50,7 @@ LOSSES = {
     for name, entry in POLICY_LOSSES.entries.items()
     if POLICY_LOSSES.is_builtin(name) and entry != POLICY_LOSSES.entry("ppo_clip")
 }
-"""Of the other rows the loss is ``ppo_clip``, the default, which has other names."""
+"""The loss of the other rows is ``ppo_clip``, the default, which has other names."""
 RUNS = (*filter(ADVANTAGE_ESTIMATORS.is_builtin, ADVANTAGE_ESTIMATORS.entries), *VARIANTS, *LOSSES)
 """Names of the rows."""
 
@@ -118,8 +118,8 @@ def run(name: str, num_steps: int, seed: int, output_dir: Path) -> dict[str, Any
     num_rows = fmean(values["generate/rows_mean"] for values in logged if "generate/rows_mean" in values)
     ends = {"reward_before": rewards[0], "reward_after": rewards[-1]}
     explained = [values[_EXPLAINED] for values in logged if _EXPLAINED in values]
-    row = {"estimator": name, **ends, "rows_per_sample": num_rows, "explained_variance": None, "steps": num_taken}
-    row["explained_variance"] = fmean(explained) if explained else None
+    means = {"rows_per_sample": num_rows, "explained_variance": fmean(explained) if explained else None}
+    row = {"estimator": name, **ends, **means, "steps": num_taken}
     print(row, flush=True)
     return row
 

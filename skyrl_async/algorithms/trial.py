@@ -114,12 +114,14 @@ def _try_on(name: str, estimator: AdvantageEstimator, groups: Sequence[GroupCred
         rewards = [
             seen.rewards if isinstance(seen, GroupRewards) else tuple(one.rewards for one in seen) for seen in groups
         ]
-        tokens = [
+        of_turns = [
             seen.num_tokens if isinstance(seen, GroupRewards) else tuple(one.num_tokens for one in seen)
             for seen in groups
         ]
+        gets_tokens = estimator.needs_mini_batch or estimator.unit is not Unit.SAMPLE
+        tokens = f" and num_tokens {of_turns}" if gets_tokens else ""
         raise ConfigError(
-            f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards} and num_tokens {tokens}"
+            f"{_ESTIMATOR}={name} raises {error!r} for groups of the rewards {rewards}{tokens}"
         ) from error
 
 

@@ -123,21 +123,23 @@ class SampleRecord:
         if math.isinf(self._max_bytes):
             return
         sizes = {file: file.num_bytes for file in files}
+
+        def is_thinned_next(file: SamplesFile) -> bool:
+            return not file.kind and (file is not files[-1] or sizes[file] > self._max_bytes)
+
         while sum(sizes.values()) > self._max_bytes:
-            whole = [
-                file for file in files if not file.kind and (file is not files[-1] or sizes[file] > self._max_bytes)
-            ]
-            oldest = next(iter(whole), None)
-            if oldest is None and len(files) == 1:
-                return
-            sizes.pop(oldest or files[0])
-            if oldest is None:
-                files.pop(0).path.unlink()
+            if (oldest := next(filter(is_thinned_next, files), None)) is not None:
+                del sizes[oldest]
+                thinned = files[files.index(oldest)] = without_texts(oldest)
+                sizes[thinned] = thinned.num_bytes
+                self._warn("the oldest lose their texts and tokens")
+            elif len(files) > 1:
+                deleted = files.pop(0)
+                del sizes[deleted]
+                deleted.path.unlink()
                 self._warn("the oldest are deleted")
-                continue
-            thinned = files[files.index(oldest)] = without_texts(oldest)
-            sizes[thinned] = thinned.num_bytes
-            self._warn("the oldest lose their texts and tokens")
+            else:
+                return
 
     def _warn(self, what: str) -> None:
         if what not in self._said:

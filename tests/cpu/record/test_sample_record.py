@@ -221,49 +221,35 @@ def test_all_that_writing_and_joining_import_is_imported_before_the_run(tmp_path
     assert len(files_in(tmp_path)) < 4
 
 
+def recorded(run_dir: Path, num_steps: int, *, num_tokens: int, max_bytes: float) -> list[dict[str, Any]]:
+    """What is left of a sample per step, of log-probs that cannot be compressed."""
+    record = SampleRecord(run_dir / DIRECTORY, max_bytes=max_bytes)
+    for step in range(num_steps):
+        noise = np.random.default_rng(step).normal(size=num_tokens).astype(np.float32)
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(num_tokens, logprobs=noise)))
+        asyncio.run(record.flush())
+    assert sum(file.num_bytes for file in files_in(run_dir / DIRECTORY)) <= max_bytes
+    return read_samples(run_dir).to_pylist()
+
+
 @pytest.mark.slow
 def test_past_the_limit_the_oldest_lose_their_texts_and_then_their_figures(tmp_path: Path, caplog: Any) -> None:
-    rng = np.random.default_rng(0)
-
-    def record_steps(max_bytes: float, num_steps: int, directory: Path) -> list[dict[str, Any]]:
-        record = SampleRecord(directory / DIRECTORY, max_bytes=max_bytes)
-        for step in range(num_steps):
-            noise = rng.normal(size=3000).astype(np.float32)
-            record.add(ended(f"p{step}", step, Outcome.TRAINED, row(3000, logprobs=noise)))
-            asyncio.run(record.flush())
-        assert sum(file.num_bytes for file in files_in(directory / DIRECTORY)) <= max_bytes
-        return read_samples(directory).to_pylist()
-
-    thinned = record_steps(1.5e6, 200, tmp_path / "a")
+    thinned = recorded(tmp_path / "a", 200, num_tokens=3000, max_bytes=1.5e6)
     assert [found["uid"] for found in thinned] == [f"p{step}" for step in range(200)]
     has_tokens = [found["logprobs"] is not None for found in thinned]
     assert not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
     assert caplog.text.count("trainer.samples.max_gb") == 1
-    steps = [found["step"] for found in record_steps(1e5, 100, tmp_path / "b")]
+    steps = [found["step"] for found in recorded(tmp_path / "b", 100, num_tokens=3000, max_bytes=1e5)]
     assert steps == list(range(steps[0], 100)) and 0 < steps[0] < 98, "the figures of the oldest are gone"
     assert caplog.text.count("the oldest are deleted") == 1
 
 
-def test_below_a_limit_that_the_parts_alone_exceed_figures_still_outlast_texts(tmp_path: Path) -> None:
-    record = SampleRecord(tmp_path / DIRECTORY, max_bytes=300e3)
-    for step in range(30):
-        noise = np.random.default_rng(step).normal(size=3000).astype(np.float32)
-        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(3000, logprobs=noise)))
-        asyncio.run(record.flush())
-    assert sum(file.num_bytes for file in files_in(tmp_path / DIRECTORY)) <= 300e3
-    rows = read_samples(tmp_path).to_pylist()
+def test_figures_outlast_texts_where_the_parts_alone_or_one_file_exceed_the_limit(tmp_path: Path) -> None:
+    rows = recorded(tmp_path / "parts", 30, num_tokens=3000, max_bytes=300e3)
     has_tokens = [found["logprobs"] is not None for found in rows]
     assert len(rows) == 30 and not has_tokens[0] and has_tokens[-1] and has_tokens == sorted(has_tokens)
-
-
-def test_a_file_that_alone_exceeds_the_limit_loses_its_texts_before_any_figures_are_deleted(tmp_path: Path) -> None:
-    record = SampleRecord(tmp_path / DIRECTORY, max_bytes=100e3)
-    for step in range(4):
-        noise = np.random.default_rng(step).normal(size=30_000).astype(np.float32)
-        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(30_000, logprobs=noise)))
-        asyncio.run(record.flush())
-    rows = read_samples(tmp_path).to_pylist()
-    assert [found["uid"] for found in rows] == ["p0", "p1", "p2", "p3"] and rows[-1]["logprobs"] is None
+    rows = recorded(tmp_path / "one", 4, num_tokens=30_000, max_bytes=100e3)
+    assert len(rows) == 4 and rows[-1]["logprobs"] is None
 
 
 @given(kept=st.integers(0, 12), num_after=st.integers(0, 3))
