@@ -41,7 +41,7 @@ from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.runtime.garbage import collect_rarely
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator
-from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings, lognormal_length
+from skyrl_async.simulator.run import Simulation, SimulationSettings, lognormal_length
 from skyrl_async.types import Group, Message, PauseMode, SamplingParams, Trajectory
 
 GROUP_SIZE = 2
@@ -247,7 +247,7 @@ async def over_ray(length: int, num_engines: int, num_requests: int) -> dict[str
     rate = RAY_OFFERED_TOKENS_PER_SECOND / num_requests
     actors = [actor_class.remote(rate, CARRIED_BLOCK_TOKENS) for _ in range(num_engines)]
     engines = [RayEngine(f"engine-{i}", actor, await actor.start.remote()) for i, actor in enumerate(actors)]
-    client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=1 << 30, carries_tokens=True)
+    client = InferenceEngineClient(engines, max_model_len=1 << 30, carries_tokens=True)
     num_tokens = 0
 
     async def ask_on() -> None:

@@ -78,13 +78,6 @@ SIZES = (
 )
 
 
-class NoText:
-    """A random policy has no tokenizer."""
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return ""
-
-
 @dataclass(slots=True)
 class Clocked:
     """When tokens came."""
@@ -156,7 +149,7 @@ async def publisher_of(
         stack.push_async_callback(engine.close)
         directory = stack.enter_context(directory_in_memory(shared_memory()))
         publisher = WeightPublisher(
-            client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),
+            client=InferenceEngineClient([engine], max_model_len=MAX_MODEL_LEN),
             policy=policy,
             directory=directory,
             bucket_bytes=64 << 20,

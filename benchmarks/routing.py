@@ -42,7 +42,6 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.engine import ModelledEngine
-from skyrl_async.simulator.run import NoText
 from skyrl_async.tasks.lagged_fibonacci import NAME
 from skyrl_async.tasks.registry import get_task
 from skyrl_async.tasks.tiny_policy import PolicySizes, build_tiny_policy, task_tokenizer
@@ -205,7 +204,7 @@ def modelled(rule: type[Placement], num_engines: int, per_engine: int, update_s:
             )
             for i in range(num_engines)
         ]
-        client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=1 << 20)
+        client = InferenceEngineClient(engines, max_model_len=1 << 20)
         client.pool._placement = rule()
 
         async def update() -> None:

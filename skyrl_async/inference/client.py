@@ -63,8 +63,8 @@ class InferenceEngineClient:
 
     Args:
         engines: the replicas, all serving the same policy.
-        tokenizer: decodes completions.
         max_model_len: longest prompt plus answer in tokens, the same in every engine.
+        tokenizer: decodes completions; None: they have no text, and stop strings are refused.
         renderer: turns messages into token ids; None: requests must give token ids.
         name: prefix of request ids, unique among the clients of these engines.
         carries_tokens: let engines send long generations in blocks, so that an engine's death costs one block. Otherwise it costs the
@@ -77,8 +77,8 @@ class InferenceEngineClient:
         self,
         engines: Sequence[InferenceEngine],
         *,
-        tokenizer: Tokenizer,
         max_model_len: int,
+        tokenizer: Tokenizer | None = None,
         renderer: ChatRenderer | None = None,
         name: str = "trainer",
         carries_tokens: bool = False,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from skyrl_async.columns import TokenIds
+from skyrl_async.errors import InferenceError
 from skyrl_async.types import SamplingParams
 
 _REPLACEMENT = "�"
@@ -27,14 +28,16 @@ class CompletionText:
     """The text of a growing completion.
 
     Args:
-        tokenizer: decodes ids.
+        tokenizer: decodes ids; None: there is no text, and must be no stop string.
         sampling: ``stop`` strings, the first of which to be complete ends the text, however it is cut into blocks; ``min_tokens``, within
             whose text they are ignored; ``includes_stop`` and ``skip_special_tokens``. Stop strings cannot match skipped tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in sampling.stop if s)
+        if tokenizer is None and self._stop:
+            raise InferenceError("this client was made without a tokenizer: it cannot look for stop strings")
         self._skip_special_tokens = sampling.skip_special_tokens
         self.includes_stop = sampling.includes_stop
         self._min_tokens = sampling.min_tokens
@@ -50,6 +53,8 @@ class CompletionText:
 
     def push(self, token_ids: TokenIds) -> int | None:
         """Add tokens. Returns how many are kept in all if a stop string ended the text, else None."""
+        if self._tokenizer is None:
+            return None
         self._token_ids.frombytes(token_ids.tobytes())
         if not self._stop:
             return None  # decoded when the text is asked for
@@ -82,6 +87,8 @@ class CompletionText:
         return self._text, self._text[self._num_emitted :]
 
     def _decode(self, token_ids: "array[int]") -> str:
+        if self._tokenizer is None:
+            return ""
         return self._tokenizer.decode(
             token_ids.tolist(), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )

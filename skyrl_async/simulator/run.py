@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator
 from skyrl_async.algorithms.step_advantages import StepAdvantages
@@ -145,13 +144,6 @@ class SimulationSettings:
         return round(self.longest_over_mean * self.mean_tokens)
 
 
-class NoText:
-    """Modelled tokens mean nothing."""
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return ""
-
-
 def lognormal_length(
     mean: float, sigma: float, seed: int, longest_over_mean: float = 8.0
 ) -> Callable[[tuple[int, ...], int | None], int]:
@@ -214,7 +206,6 @@ class Simulation:
         ]
         self.client = InferenceEngineClient(
             [engine_around(engine) for engine in self.engines],
-            tokenizer=NoText(),
             max_model_len=settings.max_tokens + 1000,
             carries_tokens=settings.carries_tokens,
             engine_wait_s=settings.engine_wait_s,

@@ -36,11 +36,6 @@ ENGINES = EngineConfig(
 HALTING = {"worker_extension_cls": "tests.chaos.halting.HaltingExtension"}
 
 
-class NoText:
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return ""
-
-
 class OfFiles(ModelledPolicy):
     """Its versions are policies on disk, each sent in one file."""
 
@@ -100,9 +95,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         return (await start(name))[0]
 
     engines = await start("engine-0", "engine-1")
-    client = InferenceEngineClient(
-        engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN, carries_tokens=True, engine_wait_s=None
-    )
+    client = InferenceEngineClient(engines, max_model_len=MAX_MODEL_LEN, carries_tokens=True, engine_wait_s=None)
     publisher = WeightPublisher(
         client=client,
         policy=OfFiles(dict.fromkeys((1, 2, 3), policy_dir)),
@@ -176,9 +169,7 @@ async def test_contract_6_an_engine_killed_with_half_of_a_version_loaded_serves_
         for i, extra in enumerate([HALTING, {}])
     ]
     victim, other = await start_ray_engines(configs, log_dir=tmp_path / "logs")
-    client = InferenceEngineClient(
-        [victim, other], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN, carries_tokens=True
-    )
+    client = InferenceEngineClient([victim, other], max_model_len=MAX_MODEL_LEN, carries_tokens=True)
     publisher = WeightPublisher(
         client=client,
         policy=OfFiles({1: first, 2: second}),

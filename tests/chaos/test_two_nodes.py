@@ -32,11 +32,6 @@ from tests.engine_checks import MAX_MODEL_LEN, make_policy
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
-class NoText:
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return ""
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nodes() -> AsyncIterator[list[str]]:
     """Two nodes; this process is on the first."""
@@ -121,7 +116,7 @@ async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_i
         for engine in engines:
             stack.push_async_callback(engine.close)
         assert [is_on_this_machine(engine) for engine in engines] == [True, False]
-        client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN)
+        client = InferenceEngineClient(engines, max_model_len=MAX_MODEL_LEN)
         with pytest.raises(ConfigError, match="got shm: engine-1 cannot map what is published here"):
             make_broadcast(Config(weight_sync=WeightSyncConfig(transfer=WeightTransfer.shm)), client, policy)
         broadcast = make_broadcast(Config(), client, policy)

@@ -13,7 +13,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy
-from skyrl_async.simulator.run import NoText, lognormal_length
+from skyrl_async.simulator.run import lognormal_length
 from skyrl_async.trainer.fully_async import FullyAsyncTrainer
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import PauseMode, Prompt
@@ -45,7 +45,7 @@ def trainer_of(overrides: Sequence[str], logged: list[dict[str, float]], run_dir
     config, clock = config_of(*JOB, *overrides), asyncio.get_running_loop().time
     lengths = lognormal_length(200.0, 1.0, 0)
     engines = [ModelledEngine(f"engine-{i}", num_tokens_of=lengths, load_seconds=0.1) for i in range(2)]
-    client = InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=10_000)
+    client = InferenceEngineClient(engines, max_model_len=10_000)
     policy, trace = Policy(seconds_per_token=5e-4, step_seconds=0.2, send_seconds=0.1), Trace(None, clock)
     train = tuple(Prompt(uid=f"p{i}", messages=(), env_class="modelled") for i in range(80))
     publisher = WeightPublisher(

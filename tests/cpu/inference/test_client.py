@@ -643,6 +643,19 @@ def test_an_engine_that_ends_a_request_without_a_reason_is_an_error_and_not_an_e
         run_in_virtual_time(main())
 
 
+def test_without_a_tokenizer_completions_have_no_text_and_stop_strings_are_refused() -> None:
+    async def main():
+        one = InferenceEngineClient([engine()], max_model_len=10_000)
+        answer = await one.generate(prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=5))
+        with pytest.raises(InferenceError, match="without a tokenizer"):
+            await one.generate(prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=5, stop=("a",)))
+        return answer, one
+
+    answer, one = run_in_virtual_time(main())
+    assert (len(answer.token_ids), answer.text) == (5, "")
+    assert one.statistics()["running_requests"] == 0
+
+
 def test_a_budget_of_no_tokens_is_refused_as_such() -> None:
     async def main() -> None:
         await client(engine()).generate_tokens((1,), SamplingParams(max_tokens=0))

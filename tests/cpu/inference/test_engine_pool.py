@@ -24,11 +24,6 @@ SAMPLING = SamplingParams(max_tokens=2000)
 """More than a block of tokens, so that engines send blocks."""
 
 
-class NoText:
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return ""
-
-
 class BlockByBlock(ModelledEngine):
     """Samples whole answers as streams too, which a test can watch in one place."""
 
@@ -59,9 +54,7 @@ def num_sampled(*engines: FaultyEngine) -> int:
 
 
 def client_of(*engines: InferenceEngine, wait_s: float | None = 0.0, carries: bool = True) -> InferenceEngineClient:
-    return InferenceEngineClient(
-        engines, tokenizer=NoText(), max_model_len=10_000, carries_tokens=carries, engine_wait_s=wait_s
-    )
+    return InferenceEngineClient(engines, max_model_len=10_000, carries_tokens=carries, engine_wait_s=wait_s)
 
 
 def test_an_engines_speed_is_that_of_this_clients_calls_and_of_calls_elsewhere_since_the_last_time() -> None:

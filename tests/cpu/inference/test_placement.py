@@ -22,7 +22,7 @@ from skyrl_async.inference.prefix_index import BLOCK_TOKENS
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
-from skyrl_async.simulator.run import NoText, Simulation, SimulationSettings
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, WeightUpdate
 from skyrl_async.weight_sync.engine_updater import EngineWeightUpdater
 
@@ -41,7 +41,6 @@ def call(number: int, priority: int, **sampling: float) -> EngineRequest:
 def client_of(engines: Sequence[ModelledEngine], oldest_weight: float) -> InferenceEngineClient:
     return InferenceEngineClient(
         engines,
-        tokenizer=NoText(),
         max_model_len=1000,
         placement=PlacementSettings(oldest_weight=oldest_weight, oldest_age=8),
     )

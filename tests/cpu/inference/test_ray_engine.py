@@ -371,11 +371,6 @@ async def test_a_resource_that_the_cluster_lacks_is_an_error_at_once(
         await start_ray_engines([config], num_gpus=64, log_dir=tmp_path)
 
 
-class NoText:
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return ""
-
-
 def publisher_of(
     policy: PolicyWorkers, engines: list[RayEngine], directory: Path, *, is_broadcast: bool
 ) -> WeightPublisher:
@@ -384,7 +379,7 @@ def publisher_of(
         policy=policy, backend="gloo", must_receive=lambda engine: True, bucket_bytes=100_000, timeout_s=PATIENCE_S
     )
     return WeightPublisher(
-        client=InferenceEngineClient(engines, tokenizer=NoText(), max_model_len=MAX_MODEL_LEN),
+        client=InferenceEngineClient(engines, max_model_len=MAX_MODEL_LEN),
         policy=policy,
         directory=directory,
         bucket_bytes=1 << 20,

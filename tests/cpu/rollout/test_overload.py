@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -94,13 +93,6 @@ class SavedPolicy(ModelledPolicy):
         return make_update(self._policy_dir, directory, version)
 
 
-class NoText:
-    """The tiny policy has no tokenizer."""
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """One engine in a Ray actor, under the client and the publisher."""
@@ -125,7 +117,7 @@ async def serving(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("overload")
     policy_dir = make_policy(root / "policy", seed=0, is_tied=False)
     (engine,) = await start_ray_engines([VLLMEngineConfig(name="e", policy_dir=str(policy_dir))], log_dir=root)
-    client = InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=MAX_MODEL_LEN)
+    client = InferenceEngineClient([engine], max_model_len=MAX_MODEL_LEN)
     publisher = WeightPublisher(
         client=client,
         policy=SavedPolicy(policy_dir),

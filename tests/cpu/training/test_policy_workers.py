@@ -343,7 +343,7 @@ async def test_a_rank_that_fails_is_named_and_one_killed_while_it_sends_leaves_t
     workers = await PolicyWorkers.start(settings, num_workers=1, call_timeout_s=120.0)
     engine = DeterministicEngine("engine-0", settings.policy_path)
     publisher = WeightPublisher(
-        client=InferenceEngineClient([engine], tokenizer=NoText(), max_model_len=64),
+        client=InferenceEngineClient([engine], max_model_len=64),
         policy=workers,
         directory=tmp_path,
         bucket_bytes=1000,
@@ -372,13 +372,6 @@ async def test_a_rank_that_fails_is_named_and_one_killed_while_it_sends_leaves_t
         await workers.step(1)
     await workers.close()
     await workers.close()
-
-
-class NoText:
-    """The policy has no tokenizer."""
-
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        return ""
 
 
 async def test_what_one_rank_cannot_write_fails_on_all_and_they_go_on(two_ranks: PolicyWorkers, tmp_path: Path) -> None:
