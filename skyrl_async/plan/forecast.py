@@ -26,12 +26,12 @@ from skyrl_async.types import Group
 _FORECAST_ERROR = 0.1
 """Root mean square of what forecasts of a run with other settings were off by, relative to the step (``benchmarks.plan_accuracy``)."""
 _NUM_REPLICATES = 4
-_MOST_SAMPLES = 10_000
-"""Of one simulation, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
+_MOST_SAMPLES = 8_000
+"""Of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
 _LARGE_STEP = 2_000
 """Samples of a step from which on two replicates do."""
-_LEAST_STEPS = 12
-_MOST_STEPS = 60
+_LEAST_STEPS, _MOST_STEPS = 4, 60
+"""That are measured, but for a whole last wave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,7 @@ def _samples_per_step(config: Config) -> int:
 
 def _settings(model: Model, what_if: WhatIf) -> SimulationSettings:
     config = changed(model.config, what_if.keys)
-    # A bound makes steps come in waves of S + 1.
-    least = max(_LEAST_STEPS, 4 * (config.trainer.staleness_bound + 1))
-    num_steps = max(least, min(_MOST_STEPS, _MOST_SAMPLES // _samples_per_step(config)))
-    return settings_of(model, config, num_steps=num_steps, lengths=what_if.lengths)
+    return settings_of(model, config, lengths=what_if.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +177,31 @@ class _Simulated:
     tokens_per_second: float
 
 
+def _measured_steps(settings: SimulationSettings) -> tuple[int, int]:
+    """Steps to leave out, in which the buffer fills, and to measure: whole waves, since a bound makes steps come in waves of S + 1."""
+    wave = settings.max_staleness_steps + 1
+    num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_SAMPLES // (settings.mini_batch_size * settings.group_size)))
+    return max(2, wave), math.ceil(num_steps / wave) * wave
+
+
 def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Simulated:
-    """Run the loop; its first steps, in which the buffer fills, and its last, for which all is generated, are left out."""
+    """Run the loop until enough steps are measured."""
+    num_left_out, num_measured = _measured_steps(settings)
 
     def works(policy: ModelledPolicy) -> dict[str, Callable[[Group], Any]]:
         return {name: partial(_after, seconds) for name, seconds in stages.items()}
 
     async def main() -> tuple[Simulation, float, float]:
-        simulation = Simulation(settings, prepare_with=works)
-        await simulation.run()
+        running = asyncio.current_task()
+        assert running is not None
+
+        def on_step(step: int) -> None:
+            if step == num_left_out + num_measured:
+                running.cancel()
+
+        simulation = Simulation(settings, prepare_with=works, on_step=on_step)
+        with contextlib.suppress(asyncio.CancelledError):
+            await simulation.run()
         engine_seconds = asyncio.get_running_loop().time() * settings.num_engines
         idle, requests = (
             sum(getattr(engine, name) for engine in simulation.engines) / engine_seconds
@@ -196,11 +209,8 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
         )
         return simulation, idle, requests
 
-    assert settings.num_steps is not None
     simulation, engines_idle_frac, requests_per_engine = run_in_virtual_time(main())
-    wave = settings.max_staleness_steps + 1
-    begin, end = min(2 * wave, settings.num_steps // 3), settings.num_steps - min(wave, settings.num_steps // 4)
-    steps = [values for step, values in simulation.logged if "timing/step" in values and begin < step <= end]
+    steps = [values for step, values in simulation.logged if "timing/step" in values and step > num_left_out]
     seconds = sum(values["timing/step"] for values in steps)
     return _Simulated(
         step_seconds=seconds / len(steps),

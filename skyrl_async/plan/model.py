@@ -181,8 +181,8 @@ def non_negative_least_squares(features: Floats, values: Floats) -> Floats:
     return best
 
 
-def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float = 1.0) -> SimulationSettings:
-    """The simulation of ``config`` with the model's seconds.
+def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> SimulationSettings:
+    """The simulation of ``config`` with the model's seconds, without an end.
 
     Data-parallel workers share a group's tokens evenly, and tensor-parallel devices the work of a token, both without loss: nothing that a
     run with one number of them shows tells how much another loses.
@@ -190,7 +190,6 @@ def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float 
     Args:
         model: of a run, perhaps with another configuration.
         config: that is simulated.
-        num_steps: optimizer steps.
         lengths: factor of every reply's tokens.
     """
     trainer, measured = config.trainer, model.config
@@ -212,7 +211,7 @@ def settings_of(model: Model, config: Config, *, num_steps: int, lengths: float 
         max_staleness_steps=trainer.staleness_bound,
         staleness_policy=trainer.staleness_policy.name,
         staleness_window_groups=trainer.staleness_window_groups,
-        num_steps=num_steps,
+        num_steps=None,
         num_prompts=4096,
         num_workers=trainer.max_concurrent_generation_groups(config.num_group_places),
         count_buffered_as_in_flight=trainer.count_buffered_as_in_flight,

@@ -168,6 +168,7 @@ class Simulation:
         generator_over: makes the generator, of the client; None: a ``ModelledGenerator``.
         record: takes every group at its end.
         shutdown: ends the run early.
+        on_step: called with each step once it is logged.
         engine_around: makes what the client uses of each engine.
         make_buffer: takes the most groups to hold at a time.
         advantages: the trainer's; the default gives every sample 0.
@@ -184,13 +185,14 @@ class Simulation:
         generator_over: Callable[[InferenceEngineClient], Generator] | None = None,
         record: RecordsSamples | None = None,
         shutdown: ShutdownRequest | None = None,
+        on_step: Callable[[int], object] = lambda step: None,
         engine_around: Callable[[ModelledEngine], InferenceEngine] = lambda engine: engine,
         make_buffer: Callable[[int], GroupBuffer] = GroupBuffer,
         advantages: Advantages | None = None,
         prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
         trace: Trace | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._on_step = settings, on_step
         self._clock = asyncio.get_running_loop().time
         self._trace = trace or Trace(None, self._clock)
         config = _config(settings, max_checkpoints_to_keep)
@@ -231,9 +233,7 @@ class Simulation:
             config,
             parts,
             checkpoint_dir=checkpoint_dir,
-            callbacks=TrainerCallbacks(
-                log=lambda *logged: self.logged.append(logged), record=record or CountsSamples()
-            ),
+            callbacks=TrainerCallbacks(log=self._log, record=record or CountsSamples()),
             trace=self._trace,
             shutdown=shutdown,
             advantages=advantages
@@ -255,6 +255,10 @@ class Simulation:
         """Run the trainer, with time-sharing of devices beside it where they are shared."""
         async with self.engine_time_sharing.running() if self.engine_time_sharing else nullcontext():
             await self.trainer.run()
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self.logged.append((step, values))
+        self._on_step(step)
 
     def _time_sharing(self) -> EngineTimeSharing:
         return EngineTimeSharing(

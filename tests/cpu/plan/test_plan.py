@@ -227,7 +227,7 @@ def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None
 def test_what_needs_a_whole_step_is_not_planned_as_streamed(run: Measured, key: str, value: Any, streams: bool) -> None:
     model = fit(run)
     config = changed(model.config, {f"trainer.{key}": value})
-    assert settings_of(model, config, num_steps=1).stream_mini_batch is streams
+    assert settings_of(model, config).stream_mini_batch is streams
 
 
 def test_replies_are_placed_where_they_were_asked_for(run: Measured) -> None:
