@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import math
-import multiprocessing
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
@@ -363,12 +362,8 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-async def test_a_stream_goes_on_beside_a_huge_body(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_goes_on_beside_a_huge_body() -> None:
     """The bound is generous: machines are shared. Tokenizing this body takes seconds."""
-    monkeypatch.setattr(
-        endpoint_freeze, "_SPAWN", multiprocessing.get_context("fork")
-    )  # of what this process has imported
     with endpoint_freeze.front_end(512) as served:
         row = await endpoint_freeze.measure(served, "prompt", num_bodies=1, mib=4, settle_s=0.5)
     assert row["statuses"] in ({400: 1}, {401: 1})
