@@ -77,8 +77,8 @@ class Measured:
 
     shared_cores: int | None
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
-    publish_speed: float
-    """Mean of how fast all was while updates were sent and prepared, 1 where nothing else took their cores."""
+    speeds: Mapping[str, float]
+    """Part of a step or an update -> mean of how fast all was meanwhile, 1 where nothing else took its cores."""
 
     def mean(self, name: str) -> float:
         """Mean of a figure over the steps; one that is missing counts as 0."""
@@ -120,7 +120,6 @@ def measured(run_dir: Path) -> Measured:
     samples = Samples(rows, begin, spans, config)
     shared_cores = os.cpu_count() if engine_device(config.engine) is Device.cpu else None
     speed = _speed(samples.open, spans, config, shared_cores)
-    updates = [(span.begin, span.end) for span in spans if span.track == "publish" and span.name in ("send", "stage")]
     return Measured(
         config=config,
         steps=tuple(steps),
@@ -132,7 +131,10 @@ def measured(run_dir: Path) -> Measured:
         ),
         stages=_stages(spans),
         shared_cores=shared_cores,
-        publish_speed=float(np.mean(speed.mean(*np.array(updates, float).T))) if updates else 1.0,
+        speeds={
+            name: float(np.mean(speed.mean(*np.array([(s.begin, s.end) for s in spans if s.name == name], float).T)))
+            for name in {s.name for s in spans if s.track in ("training", "publish", "publish/pause")}
+        },
     )
 
 
@@ -140,13 +142,17 @@ def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores:
     """1 over the slowdown of all that computes on a shared machine, see ``simulator.shared_machine``; 1 on devices."""
     if num_cores is None:
         return OverTime(np.zeros(1), np.ones(1))
+
+    def within(*names: str) -> OverTime:
+        return spans_over_time(span for span in spans if span.name in names)
+
     computing = (
-        (requests, config.engine.num_engines * ENGINE_CORES),
-        (spans_over_time(s for s in spans if s.track == "training" and s.name != "checkpoint"), TRAINING_CORES),
-        (spans_over_time(s for s in spans if s.track == "publish"), PUBLISH_CORES),
+        ((requests, within("pause")), config.engine.num_engines * ENGINE_CORES),  # they load as they sample
+        ((within("forward_backward", "optimizer_step", "gather"),), TRAINING_CORES),
+        ((within("send", "stage"),), PUBLISH_CORES),
     )
-    times = np.unique(np.concatenate([over_time.times for over_time, _ in computing]))
-    wanted = sum(cores * np.minimum(1.0, over_time.since(times)) for over_time, cores in computing)
+    times = np.unique(np.concatenate([one.times for parts, _ in computing for one in parts]))
+    wanted = sum(cores * np.minimum(1.0, sum(one.since(times) for one in parts)) for parts, cores in computing)
     return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
 
 

@@ -90,6 +90,9 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
     def mean(name: str) -> float:
         return float(np.mean([steps[number].get(name, 0.0) for number in drawn]))
 
+    def alone(name: str) -> float:
+        return run.speeds.get(name, 1.0) * mean(f"timing/{name}")
+
     call, token, per_request, prefill = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
@@ -103,11 +106,11 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         gradient_seconds=gradient,
         shared_cores=run.shared_cores,
         unsampled_tokens=run.unsampled_tokens,
-        step_seconds=mean("timing/optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
-        gather_seconds=mean("timing/gather"),
-        send_seconds=run.publish_speed * mean("timing/send"),
-        stage_seconds=run.publish_speed * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
-        pause_seconds=mean("timing/pause"),
+        step_seconds=alone("optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
+        gather_seconds=alone("gather"),
+        send_seconds=alone("send"),
+        stage_seconds=run.speeds.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
+        pause_seconds=alone("pause"),
         stages=run.stages,
     )
 

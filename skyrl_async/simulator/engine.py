@@ -118,10 +118,10 @@ class _SharedSpeed:
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
         self._changed()
 
-    def prefill(self, seconds: float) -> None:
-        """No call progresses for so long."""
+    def restart_prefill(self, seconds: float) -> None:
+        """No call progresses for so long; what was left of earlier prefills is void."""
         self._advance()
-        self._prefill_left += seconds
+        self._prefill_left = seconds
         self._set_timer()
 
     def end(self) -> None:
@@ -129,12 +129,6 @@ class _SharedSpeed:
         self._advance()
         self.num_running -= 1
         self._changed()
-
-    def drop_prefill(self) -> None:
-        """All calls are aborted: what is left of their prefill is not done."""
-        self._advance()
-        self._prefill_left = 0.0
-        self._set_timer()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
@@ -329,15 +323,16 @@ class ModelledEngine:
         if failure is PublishError or not self._shared.is_paused:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
-        await asyncio.sleep(self.load_seconds)
+        with computing(self.machine, f"the load of {self.name}", ENGINE_CORES) as slowdown:
+            await asyncio.sleep(slowdown * self.load_seconds)
         if failure is not None:
             self.kill()
         self._cut_off.check()
         self._version = update.version
         self._cache.clear()
-        self._shared.prefill(
-            sum(self._prefill(call) for call in self._calls if call.started < math.inf and not call.is_aborted)
-        )
+        running = (call for call in self._calls if call.started < math.inf and not call.is_aborted)
+        if prefill_seconds := sum(map(self._prefill, running)):
+            self._shared.restart_prefill(prefill_seconds)
         self._served.append((self._shared.progress, update.version))
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
@@ -385,7 +380,7 @@ class ModelledEngine:
             call.is_aborted = True
             call.wake()
         if all(call.is_aborted for call in self._calls):
-            self._shared.drop_prefill()
+            self._shared.restart_prefill(0.0)
 
     def _begin(self, request: EngineRequest) -> _Call:
         self._cut_off.check()

@@ -34,7 +34,7 @@ class ModelledPolicy:
     prompt_tokens: float = 0.0
     """Of each row; they take as long as those of its response."""
     machine: SharedMachine | None = None
-    """Where others compute too: those that do when a group's training begins count for all of it. None: a machine of its own."""
+    """Where others compute too: those that do when a computation begins count for all of it. None: a machine of its own."""
     step_seconds: float = 0.0
     """The optimizer step."""
     gather_seconds: float = 0.0
@@ -50,16 +50,19 @@ class ModelledPolicy:
     ) -> dict[str, float]:
         """Take time in proportion to the rows' tokens, also where they are masked: what follows them needs them."""
         num_tokens = sum(self.prompt_tokens + len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        with computing(self.machine, "training", TRAINING_CORES) as slowdown:
-            await asyncio.sleep(slowdown * (self.seconds_per_group + num_tokens * self.seconds_per_token))
+        await self._compute(self.seconds_per_group + num_tokens * self.seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
 
     async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Take the step's time."""
-        await asyncio.sleep(self.step_seconds)
+        await self._compute(self.step_seconds)
         self.steps.append([])
         return {"grad_norm": 1.0, "lr": 1.0}
+
+    async def _compute(self, seconds: float) -> None:
+        with computing(self.machine, "training", TRAINING_CORES) as slowdown:
+            await asyncio.sleep(slowdown * seconds)
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """What a modelled engine says: -1 everywhere."""
@@ -74,7 +77,7 @@ class ModelledPolicy:
 
     async def gather_weights(self, version: int) -> int:
         """Take the gather's time; there are no tensors."""
-        await asyncio.sleep(self.gather_seconds)
+        await self._compute(self.gather_seconds)
         return 0
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
