@@ -6,7 +6,7 @@ engine, and when one ends the next begins. An update empties all caches.
 
 ``engines=2`` are real vLLM engines of a tiny policy, with half of the recorded tokens. More are modelled in virtual time, with one
 scheduler each: 100 tokens per second of a call alone, half of that at 170 calls, 64 at most, prefills of 10,000
-tokens per second that hold up all, and room for 400,000 tokens. Rules other than ours:
+tokens per second that hold up all but for a token per 2,048, and room for 400,000 tokens. Rules other than ours:
 
 - ``sticky``: a session's first engine had the fewest requests, and it stays there.
 - ``least_loaded``: fewest requests.
@@ -199,6 +199,7 @@ def modelled(rule: type[Placement], num_engines: int, per_engine: int, update_s:
                 num_tokens_of=lambda prompt, seed: sys.maxsize,
                 max_num_seqs=64,
                 prefill_tokens_per_second=10_000.0,
+                prefill_chunk_tokens=2048,
                 cache_tokens=400_000,
                 block_tokens=1 << 20,
             )

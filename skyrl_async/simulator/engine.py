@@ -3,7 +3,7 @@
 What it samples is arbitrary; when, how many tokens and under which version is exact to the token. Requests share the engine's speed:
 each runs at ``speed / (1 + n / k)`` while n run, with one timer for all of them. All running requests progress equally fast, so one number,
 the tokens of a request running from the start (``progress``), tells where each of them stands. The prefill of a request holds up all of
-them, as in an engine whose scheduler puts it first.
+them, but for a token per chunk of it, as in an engine whose scheduler puts chunks of prompts beside the tokens of running requests.
 """
 
 import asyncio
@@ -69,6 +69,7 @@ class _SharedSpeed:
         name: of the engine.
         tokens_per_second: of a call alone in it.
         half_speed_calls: calls at which each runs at half of that.
+        prefilling_tokens_per_second: of a call during prefills.
         machine: where others compute too.
     """
 
@@ -77,11 +78,13 @@ class _SharedSpeed:
         name: str,
         tokens_per_second: float,
         half_speed_calls: float,
+        prefilling_tokens_per_second: float,
         machine: SharedMachine | None,
     ) -> None:
         self._name = name
         self._tokens_per_second = tokens_per_second
         self._half_speed_calls = half_speed_calls
+        self._prefilling_tokens_per_second = prefilling_tokens_per_second
         self._machine = machine
         if machine is not None:
             machine.listen(self._machine_changes)
@@ -151,6 +154,10 @@ class _SharedSpeed:
         return self._tokens_per_second / (1 + self.num_running / self._half_speed_calls) / self._slowdown
 
     @property
+    def _prefilling_rate(self) -> float:
+        return self._prefilling_tokens_per_second / self._slowdown
+
+    @property
     def _slowdown(self) -> float:
         """Seconds of a computation over its seconds alone, see ``SharedMachine``; 1 on a machine of its own."""
         return 1.0 if self._machine is None else self._machine.slowdown
@@ -163,6 +170,7 @@ class _SharedSpeed:
         if not self.is_paused:
             prefilling = min(now - self._moved_at, self._prefill_left * self._slowdown)
             self._prefill_left = max(0.0, self._prefill_left - prefilling / self._slowdown)
+            self._progress += prefilling * self._prefilling_rate
             self._progress += (now - self._moved_at - prefilling) * self._rate()
         self._moved_at = now
 
@@ -191,7 +199,12 @@ class _SharedSpeed:
             self._timer.cancel()
             self._timer = None
         if rate:
-            at = self._moved_at + prefilling + max(0.0, goal - self._progress) / rate
+            left, while_prefilling = max(0.0, goal - self._progress), prefilling * self._prefilling_rate
+            if left < while_prefilling:
+                seconds = left / self._prefilling_rate
+            else:
+                seconds = prefilling + (left - while_prefilling) / rate
+            at = self._moved_at + seconds
             self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -226,6 +239,8 @@ class ModelledEngine:
     """What each request takes before its first token, also one that is continued after an abort. No other progresses meanwhile."""
     prefill_tokens_per_second: float = math.inf
     """Of prompts, without what is cached of them."""
+    prefill_chunk_tokens: float = math.inf
+    """Tokens of prompts that an iteration computes, in which all calls get one token. Infinite: no call progresses in a prefill."""
     cache_tokens: int | None = None
     """Keys and values for which there is room: a call waits for that of its prompt. None: for all."""
     machine: SharedMachine | None = None
@@ -247,6 +262,9 @@ class ModelledEngine:
             self.name,
             self.tokens_per_second,
             self.half_speed_requests,
+            0.0
+            if math.isinf(self.prefill_chunk_tokens)
+            else self.prefill_tokens_per_second / self.prefill_chunk_tokens,
             self.machine,
         )
         self._calls: dict[_Call, None] = {}

@@ -162,6 +162,30 @@ def test_what_is_cached_of_a_prompt_is_prefilled_again_only_after_a_weight_updat
     assert run_in_virtual_time(main()) == [3.0, 1.0, 3.0]
 
 
+def test_an_update_in_the_middle_of_a_prefill_begins_it_anew() -> None:
+    prompt = replace(request(0), prompt_token_ids=token_ids(np.zeros(2 * BLOCK_TOKENS, np.int32)))
+
+    async def main() -> float:
+        one = engine(prefill_tokens_per_second=float(BLOCK_TOKENS))
+        generating = asyncio.create_task(one.generate(prompt))
+        await asyncio.sleep(1.0)
+        await one.pause(PauseMode.KEEP)
+        await one.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0))
+        await one.resume()
+        await generating
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == pytest.approx(1.0 + 2.0 + 1.0)
+
+
+def test_calls_get_a_token_with_each_chunk_of_a_prompt() -> None:
+    prompt = replace(request(0), prompt_token_ids=token_ids(np.zeros(2 * BLOCK_TOKENS, np.int32)))
+    one = engine(prefill_tokens_per_second=float(BLOCK_TOKENS), prefill_chunk_tokens=BLOCK_TOKENS / 8)
+    assert run_in_virtual_time(ends(one, [prompt])) == pytest.approx([2.0 + (TOKENS - 16) / 100])
+    short = replace(prompt, sampling=replace(prompt.sampling, max_tokens=4))
+    assert run_in_virtual_time(ends(engine(prefill_tokens_per_second=256.0, prefill_chunk_tokens=32), [short])) == [0.5]
+
+
 def test_a_request_waits_until_the_cache_has_room_for_its_prompt() -> None:
     prompts = [replace(request(i), prompt_token_ids=token_ids(np.full(600, i, np.int32))) for i in range(3)]
 
