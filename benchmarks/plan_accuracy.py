@@ -59,7 +59,9 @@ CASES = (
 
 
 def _run(output_dir: Path, *overrides: str) -> None:
-    """A run as a user starts it."""
+    """A run as a user starts it, unless ``--keep`` has it."""
+    if (output_dir / "summary.json").exists():
+        return
     command = (sys.executable, "-m", "skyrl_async.main", f"trainer.output_dir={output_dir}", *overrides)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -153,13 +155,15 @@ def main() -> None:
     """Run it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=30, help="measured optimizer steps of each case")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this new directory")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs in this directory; those that it has are not run again"
+    )
     given = parser.parse_args()
     cases = [case for case in CASES if not given.quick or case.what in ("the same again", "S = 0")]
     before = conditions(steps=given.steps)
     with tempfile.TemporaryDirectory() as work:
         if given.keep is not None:
-            given.keep.mkdir(parents=True)
+            given.keep.mkdir(parents=True, exist_ok=True)
         rows = measure((given.keep or Path(work)).resolve(), given.steps, cases)
     errors = [abs(row["error"]) for row in rows]
     figures = {

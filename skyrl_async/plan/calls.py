@@ -48,6 +48,8 @@ class Calls:
     """Mean of how fast its engine was, 1 where nothing else took its cores."""
     num_starts: Floats
     """Requests that began or were continued in an engine while it ran in one, its own counted."""
+    num_updates: Floats
+    """Weight updates that it outlived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ class Samples:
             "waiting": waiting,
             "load": self.open.mean(self.begin, self.end, of=np.minimum(self.open.values, self._most)),
             "speed": speed.mean(self.begin, self.end),
+            "num_updates": np.diff(np.searchsorted(np.sort(moments), [self.begin, self.end]), axis=0)[0].astype(float),
             "num_starts": (starts.at(self.end) - starts.at(self.begin)) * np.maximum(0.0, running_share),
         }
         return Calls(**{name: values[kept] for name, values in found.items()})

@@ -77,6 +77,8 @@ class Measured:
 
     shared_cores: int | None
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
+    idle_update: Mapping[str, float]
+    """Seconds of ``stage`` and ``pause`` where no group was generated, such as in the first update; empty where there was none."""
     speeds: Mapping[str, float]
     """Part of a step or an update -> mean of how fast all was meanwhile, 1 where nothing else took its cores."""
 
@@ -131,6 +133,7 @@ def measured(run_dir: Path) -> Measured:
         ),
         stages=_stages(spans),
         shared_cores=shared_cores,
+        idle_update=_idle_update(spans),
         speeds={
             name: float(np.mean(speed.mean(*np.array([(s.begin, s.end) for s in spans if s.name == name], float).T)))
             for name in {s.name for s in spans if s.track in ("training", "publish", "publish/pause")}
@@ -154,6 +157,17 @@ def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores:
     times = np.unique(np.concatenate([one.times for parts, _ in computing for one in parts]))
     wanted = sum(cores * np.minimum(1.0, sum(one.since(times) for one in parts)) for parts, cores in computing)
     return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
+
+
+def _idle_update(spans: Sequence[Span]) -> dict[str, float]:
+    generating, seconds = (
+        spans_over_time(s for s in spans if s.track == "generation"),
+        defaultdict[str, list[float]](list),
+    )
+    for span in spans:
+        if span.name in ("stage", "pause") and not generating.at(np.array([span.begin])).any():
+            seconds[span.name].append(span.end - span.begin)
+    return {name: float(np.mean(found)) for name, found in seconds.items()}
 
 
 def _steps(path: Path) -> list[Step]:

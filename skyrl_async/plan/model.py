@@ -1,7 +1,7 @@
 """A model of each part of a run, fitted to what was measured, and the simulator's settings that follow from it.
 
     iteration  seconds = (token + requests * per_request + prefilled tokens * per_token) / speed
-    call       seconds = turns * call + (tokens * (token + load * per_request) + starts * prefill) / speed
+    call       seconds = turns * call + updates * update + (tokens * (token + load * per_request) + starts * prefill) / speed
     gradients  seconds = (group + tokens * token) / speed
     the rest   means over the steps
 
@@ -73,6 +73,9 @@ class Model:
     """What else an update takes while engines run: its stage, and until the requests are sent on after it."""
     pause_seconds: float = 0.0
     """For which engines stand still at an update."""
+    idle_stage_seconds: float | None = None
+    idle_pause_seconds: float | None = None
+    """The same of an engine without a request, which nothing has to be fitted in between; None: as long."""
     stages: Mapping[str, float]
     """Stages between the reward and training: name -> seconds per group."""
     parameters: float = 0.0
@@ -93,7 +96,7 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
     def alone(name: str) -> float:
         return run.speeds.get(name, 1.0) * mean(f"timing/{name}")
 
-    call, token, per_request, prefill = _engine(run, drawn)
+    call, token, per_request, prefill, update = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
         config=run.config,
@@ -110,7 +113,9 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
         stage_seconds=run.speeds.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
-        pause_seconds=alone("pause"),
+        pause_seconds=alone("pause") + update,
+        idle_stage_seconds=run.idle_update.get("stage"),
+        idle_pause_seconds=run.idle_update.get("pause"),
         stages=run.stages,
     )
 
@@ -121,16 +126,17 @@ def _rows_of(steps: NDArray[np.int64], drawn: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:
-    """Coefficients of a call's seconds: per turn, token, token and request, start."""
+    """Coefficients of a call's seconds: per turn, token, token and request, start, update besides its pause."""
     calls = run.calls
     rows = _rows_of(calls.step, drawn)
     speed, tokens, seconds = calls.speed[rows], calls.num_tokens[rows], calls.seconds[rows] - calls.waiting[rows]
     features = np.stack([speed * calls.num_turns[rows], tokens, tokens * calls.load[rows], calls.num_starts[rows]])
     of_iterations = _iterations(run, drawn, float(np.average(speed, weights=seconds)))
     if of_iterations is None:
-        return non_negative_least_squares(features.T, speed * seconds)
+        return np.array([*non_negative_least_squares(features.T, speed * seconds), 0.0])
     rest = speed * seconds - of_iterations @ features[1:]
-    return np.array([max(0.0, rest.sum() / features[0].sum()), *of_iterations])
+    turn, update = non_negative_least_squares(np.stack([features[0], calls.num_updates[rows]], axis=1), rest)
+    return np.array([turn, *of_iterations, update])
 
 
 def _iterations(run: Measured, drawn: NDArray[np.int64], speed: float) -> Floats | None:
@@ -236,6 +242,8 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         send_seconds=model.send_seconds,
         stage_seconds=model.stage_seconds,
         load_seconds=model.pause_seconds,
+        idle_stage_seconds=model.idle_stage_seconds,
+        idle_load_seconds=model.idle_pause_seconds,
         double_buffer=config.weight_sync.double_buffer,
         publish_every_steps=trainer.publish_every_steps,
         pause_mode=PauseMode(config.engine.pause_mode.name),

@@ -249,6 +249,9 @@ class ModelledEngine:
     """Duration of ``stage_weights``."""
     load_seconds: float = 0.0
     """Duration of ``load_weights``."""
+    idle_stage_seconds: float | None = None
+    idle_load_seconds: float | None = None
+    """The same without a call; None: as long."""
     block_tokens: int = 16
     """Tokens per block of a stream; the larger, the faster is the simulation."""
     num_sampled_tokens: int = field(default=0, init=False)
@@ -331,7 +334,7 @@ class ModelledEngine:
         """Take the stage's time."""
         self._cut_off.check()
         with computing(self.machine, f"the update of {self.name}", PUBLISH_CORES) as slowdown:
-            await asyncio.sleep(slowdown * self.stage_seconds)
+            await asyncio.sleep(slowdown * self._of_now(self.stage_seconds, self.idle_stage_seconds))
         self._cut_off.check()
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -342,7 +345,7 @@ class ModelledEngine:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
         with computing(self.machine, f"the load of {self.name}", ENGINE_CORES) as slowdown:
-            await asyncio.sleep(slowdown * self.load_seconds)
+            await asyncio.sleep(slowdown * self._of_now(self.load_seconds, self.idle_load_seconds))
         if failure is not None:
             self.kill()
         self._cut_off.check()
@@ -392,6 +395,9 @@ class ModelledEngine:
         self._cut_off.cut(f"{self.name} was killed")
         for call in self._calls:
             call.wake()
+
+    def _of_now(self, seconds: float, idle_seconds: float | None) -> float:
+        return seconds if self._calls or idle_seconds is None else idle_seconds
 
     def _abort(self, calls: Collection[_Call]) -> None:
         for call in calls:

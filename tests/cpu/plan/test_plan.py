@@ -100,6 +100,14 @@ def test_what_the_trainer_and_a_publish_take_is_found(run: Measured) -> None:
     assert found.pause_seconds == pytest.approx(PLANTED.load_seconds, rel=0.05)
 
 
+def test_an_update_of_idle_engines_takes_what_the_first_one_took(tmp_path: Path) -> None:
+    slow = replace(PLANTED, tokens_per_second=100.0, idle_stage_seconds=0.004, idle_load_seconds=0.002)
+    recorded(slow, tmp_path)
+    found = fit(measured(tmp_path))
+    assert (found.idle_stage_seconds, found.idle_pause_seconds) == pytest.approx((0.004, 0.002))
+    assert (found.stage_seconds, found.pause_seconds) == pytest.approx((0.02, 0.02), rel=0.1)
+
+
 def test_a_token_takes_what_it_took_at_the_loads_that_there_were(run: Measured) -> None:
     found, load = fit(run), float(run.calls.load.mean())
     per_token = found.token_seconds + load * found.token_seconds_per_request
