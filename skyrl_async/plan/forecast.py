@@ -196,7 +196,7 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
         assert running is not None
 
         def on_step(step: int) -> None:
-            if step == num_left_out + num_measured:
+            if step >= num_left_out + num_measured:  # of a batch of several steps only the last is logged
                 running.cancel()
 
         simulation = Simulation(settings, prepare_with=works, on_step=on_step)

@@ -116,7 +116,9 @@ class _SharedSpeed:
         self._advance()
         self.num_running += 1
         self._prefill_left += prefill_seconds
-        call.started = self._progress
+        call.started = (
+            self._progress + self._prefill_left * self._prefilling_tokens_per_second
+        )  # when its prompt is computed
         if call.woken is not None:
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
         self._changed()
@@ -240,7 +242,8 @@ class ModelledEngine:
     prefill_tokens_per_second: float = math.inf
     """Of prompts, without what is cached of them."""
     prefill_chunk_tokens: float = math.inf
-    """Tokens of prompts that an iteration computes, in which all calls get one token. Infinite: no call progresses in a prefill."""
+    """Tokens of prompts that an iteration computes, in which calls get one token: those whose prompts were computed before, and all when an
+    update has made their prompts due again. Infinite: no call progresses in a prefill."""
     cache_tokens: int | None = None
     """Keys and values for which there is room: a call waits for that of its prompt. None: for all."""
     machine: SharedMachine | None = None

@@ -178,12 +178,11 @@ def test_an_update_in_the_middle_of_a_prefill_begins_it_anew() -> None:
     assert run_in_virtual_time(main()) == pytest.approx(1.0 + 2.0 + 1.0)
 
 
-def test_calls_get_a_token_with_each_chunk_of_a_prompt() -> None:
-    prompt = replace(request(0), prompt_token_ids=token_ids(np.zeros(2 * BLOCK_TOKENS, np.int32)))
-    one = engine(prefill_tokens_per_second=float(BLOCK_TOKENS), prefill_chunk_tokens=BLOCK_TOKENS / 8)
-    assert run_in_virtual_time(ends(one, [prompt])) == pytest.approx([2.0 + (TOKENS - 16) / 100])
-    short = replace(prompt, sampling=replace(prompt.sampling, max_tokens=4))
-    assert run_in_virtual_time(ends(engine(prefill_tokens_per_second=256.0, prefill_chunk_tokens=32), [short])) == [0.5]
+def test_a_call_gets_a_token_with_each_chunk_of_another_ones_prompt_and_none_before_its_own() -> None:
+    prompts = [replace(request(i), prompt_token_ids=token_ids(np.full(512, i, np.int32))) for i in range(2)]
+    one = engine(prefill_tokens_per_second=256.0, prefill_chunk_tokens=32)
+    # 2 s for each prompt: the first call has 16 tokens when the second prompt is computed.
+    assert run_in_virtual_time(ends(one, prompts)) == pytest.approx([4.0 + (TOKENS - 16) / 100, 4.0 + TOKENS / 100])
 
 
 def test_a_request_waits_until_the_cache_has_room_for_its_prompt() -> None:

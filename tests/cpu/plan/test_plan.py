@@ -159,6 +159,15 @@ def test_a_forecast_is_what_the_loop_then_takes(
     assert found[index].step_seconds == pytest.approx(truth, rel=0.1)
 
 
+def test_batches_of_several_steps_are_forecast_too(run: Measured) -> None:
+    planner = Planner(run, num_processes=1)
+    keys = {"trainer.update_epochs_per_batch": 2, "trainer.max_staleness_steps": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MOST_STEPS, 6)
+        (found,) = planner.forecasts([WhatIf(keys=keys)])
+    assert 0.0 < found.step_seconds < 10.0
+
+
 @pytest.mark.slow
 def test_the_model_of_a_run_reproduces_it(forecasts: tuple[list[Forecast], Accuracy | None]) -> None:
     _, accuracy = forecasts
