@@ -101,6 +101,9 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
         except SkyRLAsyncError as error:
             last = 0
             logger.info("engine.autoscale: nothing is changed: %s", error)
+        except Exception:
+            last = 0
+            logger.exception("engine.autoscale: nothing is changed")
 
 
 def _words(change: int) -> str:
@@ -124,9 +127,10 @@ async def planned(run_dir: Path, numbers: list[int]) -> Steps:
         "--processes=1",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: os.nice(_NICENESS),
     )
     try:
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
         output, errors = await process.communicate()
     finally:
         if process.returncode is None:

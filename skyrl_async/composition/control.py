@@ -41,7 +41,8 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
         describe: returns figures of each engine that serves.
     """
     open_requests: set[asyncio.Task[None]] = set()
-    directory, path = Path(tempfile.mkdtemp(prefix="skyrl-")), run_dir / CONTROL_FILE
+    # A socket's path has at most 107 characters, which TMPDIR may exceed.
+    directory, path = Path(tempfile.mkdtemp(prefix="skyrl_async-", dir="/tmp")), run_dir / CONTROL_FILE
     try:
         async with task_group() as group:
 

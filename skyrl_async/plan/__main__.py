@@ -24,15 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from skyrl_async.config.load import changed
 from skyrl_async.config.schema.trainer import StalenessPolicy
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.plan.description import check_memory, described
 from skyrl_async.plan.findings import findings
-from skyrl_async.plan.forecast import Planner, WhatIf
+from skyrl_async.plan.forecast import Planner, WhatIf, config_of
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import Model
-from skyrl_async.plan.report import Row, name_of, row_of, sentences, table
+from skyrl_async.plan.report import Row, devices_of, name_of, row_of, sentences, table
 
 _KEYS = {
     "engines": ("engine.num_engines", int),
@@ -69,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         _plan(given)
-    except ConfigError as error:
+    except SkyRLAsyncError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
@@ -114,7 +113,7 @@ def _lines(
             f"({found.error:+.0%}). FROM and TO allow for that."
         ]
         lines += [*(f"  {note}" for note in notes), ""]
-    lines += [table(asked), "", *sentences(asked)]
+    lines += [table(asked), "", *sentences(asked, planner.config)]
     if splits:
         best = min(splits, key=lambda row: row.forecast.step_seconds)
         lines += ["", f"best split of {given.budget} devices: {name_of(best.what_if)}", table(splits)]
@@ -138,7 +137,7 @@ def _as_json(planner: Planner, asked: Sequence[Row], splits: Sequence[Row], note
         "findings": list(notes),
         "rows": [row.to_json() for row in asked],
         "splits": [row.to_json() for row in splits],
-        "sentences": sentences(asked),
+        "sentences": sentences(asked, planner.config),
     }
 
 
@@ -181,11 +180,15 @@ def _factor(word: str) -> float:
 
 
 def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
-    """Splits with each power of two of training workers, and engines on the rest, that hold the model."""
-    of_engine = known.config.engine.tensor_parallel_size
+    """Splits with each power of two of training workers, and engines on what other workers leave, that hold the model."""
+    config, asked = known.config, num_devices
+    of_engine = config.engine.tensor_parallel_size
+    others = devices_of(config) - config.engine.num_engines * of_engine - config.training.num_workers
+    num_devices -= others
     if num_devices <= of_engine:
+        besides = f", besides {others} of other workers" if others else ""
         raise ConfigError(
-            f"--budget must be >= {of_engine + 1}: an engine of {of_engine} and a training worker, got {num_devices}"
+            f"--budget must be >= {of_engine + 1 + others}: an engine of {of_engine} and a training worker{besides}, got {asked}"
         )
     found: list[WhatIf] = []
     refused: ConfigError | None = None
@@ -197,14 +200,14 @@ def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
         except ConfigError as error:
             refused = error
     if refused is not None and not found:
-        raise ConfigError(f"--budget {num_devices}: no split of so many devices holds the model; {refused}")
+        raise ConfigError(f"--budget {asked}: no split of so many devices holds the model; {refused}")
     return found
 
 
 def _check(known: Measured | Model, what_if: WhatIf) -> None:
     """Raise ``ConfigError`` for a what-if that no run could be started with."""
-    config = changed(known.config, what_if.keys)
     try:
+        config = config_of(known.config, what_if)
         config.trainer.__post_init__()
     except ConfigError as error:
         raise ConfigError(f"{name_of(what_if)}: {error}") from error

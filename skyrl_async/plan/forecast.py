@@ -16,6 +16,7 @@ import numpy as np
 
 from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.trainer import BOUND_NAMES
 from skyrl_async.plan.measured import Measured
 from skyrl_async.plan.model import Model, fit, settings_of
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -42,6 +43,13 @@ class WhatIf:
     """Dotted key of the configuration -> value."""
     lengths: float = 1.0
     """Factor of every reply's tokens."""
+
+
+def config_of(config: Config, what_if: WhatIf) -> Config:
+    """The configuration that is asked about; a bound replaces one under another of its names."""
+    is_bound_asked = f"trainer.{BOUND_NAMES[0]}" in what_if.keys
+    others = dict.fromkeys((f"trainer.{name}" for name in BOUND_NAMES[1:]) if is_bound_asked else ())
+    return changed(config, {**others, **what_if.keys})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +171,7 @@ def _samples_per_step(config: Config) -> int:
 
 
 def _settings(model: Model, what_if: WhatIf) -> SimulationSettings:
-    config = changed(model.config, what_if.keys)
+    config = config_of(model.config, what_if)
     return settings_of(model, config, lengths=what_if.lengths)
 
 

@@ -37,13 +37,16 @@ MIN_STEPS = 8
 """Fewer say little about how much a figure varies."""
 WARM_UP_STEPS = 2
 """Left out: the buffer fills, and caches are cold."""
+MOST_STEPS = 50
+"""Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
-"""Newest samples that are read."""
+"""Of large steps fewer are read, ``MIN_STEPS`` at least, so that they trained no more samples than these."""
 _OUTCOMES = ("trained", "filtered", "masked", "abandoned")
 _COLUMNS = (
     *("outcome", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
 )
+_NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +112,11 @@ def measured(run_dir: Path) -> Measured:
     config = changed(config, {"engine.num_engines": num_engines})
     if newest[0]["step"] == config.trainer.num_steps or (run_dir / "summary.json").exists():
         newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
-    steps = newest[::-1][WARM_UP_STEPS:]
+    samples_per_step = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+    most = max(MIN_STEPS, min(MOST_STEPS, _MAX_ROWS // samples_per_step))
+    steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
     spans = list(read_spans(run_dir))
-    rows = _rows(run_dir)
+    rows = _rows(run_dir, steps[0]["step"])
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}
     rows = [row for row in rows if (row["uid"], row["scheduled_version"]) in begins]
     if not rows:
@@ -176,12 +181,21 @@ def _steps(path: Path) -> list[Step]:
     return list({row["step"]: row for row in rows if "timing/step" in row}.values())
 
 
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    """One row per sample of training that has tokens: of its branches the one with the most."""
+def _rows(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
+    """One row per sample of training that has tokens, at least from ``first_step`` on: of its branches the one with the most."""
     files = files_in(run_dir / DIRECTORY)
-    begin = max(0, files[-1].end - _MAX_ROWS) if files else 0
+    end, num_rows = files[-1].end if files else 0, _MAX_ROWS
+    found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
+    while num_rows < end and found[0]["step"] is not None and found[0]["step"] >= first_step:
+        num_rows *= 2
+        found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
+    missing = [name for name in _NEEDED if any(row[name] is None for row in found if row["outcome"] in _OUTCOMES)]
+    if missing:
+        raise ConfigError(
+            f"{run_dir}/{DIRECTORY} must have {', '.join(missing)} of each sample: was it written by another version?"
+        )
     longest: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in read_samples(run_dir, _COLUMNS, begin=begin).to_pylist():
+    for row in found:
         if row["outcome"] in _OUTCOMES and row["num_sampled_tokens"]:
             known = longest.get(key := (row["admission_index"], row["sample"]))
             if known is None or row["num_sampled_tokens"] > known["num_sampled_tokens"]:

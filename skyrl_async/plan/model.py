@@ -85,7 +85,7 @@ class Model:
 
 
 def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
-    """The run's model. ``rng`` draws its steps anew, with replacement (bootstrap), to tell how sure the model is."""
+    """The run's model. ``rng`` draws its steps and groups anew, with replacement (bootstrap), to tell how sure the model is."""
     numbers = np.array([step["step"] for step in run.steps])
     drawn = numbers if rng is None else rng.choice(numbers, len(numbers))
     steps = {step["step"]: step for step in run.steps}
@@ -96,11 +96,12 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
     def alone(name: str) -> float:
         return run.speeds.get(name, 1.0) * mean(f"timing/{name}")
 
+    groups = range(len(run.samples)) if rng is None else rng.choice(len(run.samples), len(run.samples))
     call, token, per_request, prefill, update = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
         config=run.config,
-        samples=run.samples,
+        samples=tuple(run.samples[number] for number in groups),
         call_seconds=call,
         token_seconds=token,
         token_seconds_per_request=per_request,

@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from skyrl_async.config.load import changed
+from skyrl_async.config.rules.placement import stage_sizes
 from skyrl_async.config.schema.run import Config
-from skyrl_async.plan.forecast import Forecast, WhatIf
+from skyrl_async.plan.forecast import Forecast, WhatIf, config_of
 
 _SAME_SPEED = 0.05
 """Difference in speed that is said to be none."""
@@ -35,16 +36,17 @@ class Row:
         }
 
 
-def num_devices(config: Config) -> int:
-    """Devices of engines and of all workers that train or score; those of stages that share devices are counted for each."""
-    training = config.training
-    others = (training.num_ref_workers, training.num_logp_workers)
-    return config.engine.num_engines * config.engine.tensor_parallel_size + training.num_workers + sum(others)
+def devices_of(config: Config) -> int:
+    """Devices of engines and of all workers that train or score; of stages that share devices, those of the largest."""
+    devices = {stage: size.num_actors * size.devices_per_actor for stage, size in stage_sizes(config).items()}
+    devices["generate"] = config.engine.num_engines * config.engine.tensor_parallel_size
+    shared = [[devices.pop(stage) for stage in devices.keys() & group] for group in config.placement.groups or ()]
+    return sum(devices.values()) + sum(max(found, default=0) for found in shared)
 
 
 def row_of(config: Config, what_if: WhatIf, forecast: Forecast, gpu_hour: float | None) -> Row:
     """A row of the table. ``gpu_hour``: dollars per device and hour."""
-    devices = num_devices(changed(config, what_if.keys))
+    devices = devices_of(config_of(config, what_if))
     dollars = None if gpu_hour is None else 1000 * forecast.step_seconds / 3600 * devices * gpu_hour
     return Row(what_if=what_if, forecast=forecast, num_devices=devices, dollars=dollars)
 
@@ -107,14 +109,17 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def sentences(rows: Sequence[Row]) -> list[str]:
-    """What the table says: which side binds as it is, what more engines gain, which staleness is enough."""
+def sentences(rows: Sequence[Row], config: Config) -> list[str]:
+    """What the table says: which side binds as it is, what more engines gain, which staleness is enough.
+
+    Of what-ifs that change several things those are compared that are else as ``config`` is, where the table has such.
+    """
     found = [_what_binds(rows[0].forecast)]
     for key in ("engine.num_engines", "training.num_workers"):
-        for rest, of_rest in _by_the_rest(rows, key):
+        for rest, of_rest in _by_the_rest(rows, key, config):
             found += [_gain(key, rest, fewer, more) for fewer, more in pairwise(of_rest)]
     key = "trainer.max_staleness_steps"
-    for rest, of_rest in _by_the_rest(rows, key):
+    for rest, of_rest in _by_the_rest(rows, key, config):
         best = min(row.forecast.step_seconds for row in of_rest)
         enough = next(row for row in of_rest if row.forecast.step_seconds * (1 - _SAME_SPEED) <= best)
         if enough is not of_rest[-1]:
@@ -151,8 +156,8 @@ def _with(rest: WhatIf) -> str:
     return f" with {name_of(rest)}" if rest.keys or rest.lengths != 1 else ""
 
 
-def _by_the_rest(rows: Sequence[Row], key: str) -> list[tuple[WhatIf, list[Row]]]:
-    """Rows that differ in ``key`` alone, in the order of its values, and what they have in common."""
+def _by_the_rest(rows: Sequence[Row], key: str, config: Config) -> list[tuple[WhatIf, list[Row]]]:
+    """Rows that differ in ``key`` alone, in the order of its values, and what they have in common: ``config``'s, where there are such."""
     found: list[tuple[WhatIf, list[Row]]] = []
     for row in rows:
         if key in row.what_if.keys:
@@ -163,4 +168,5 @@ def _by_the_rest(rows: Sequence[Row], key: str) -> list[tuple[WhatIf, list[Row]]
                 found.append((rest, [row]))
             else:
                 same.append(row)
-    return [(rest, sorted(some, key=lambda row: row.what_if.keys[key])) for rest, some in found]
+    as_is = [(rest, some) for rest, some in found if rest.lengths == 1 and changed(config, rest.keys) == config]
+    return [(rest, sorted(some, key=lambda row: row.what_if.keys[key])) for rest, some in as_is or found]

@@ -11,7 +11,7 @@ StalenessPolicy = StrEnum("StalenessPolicy", ["wait", "window", "mask", "resampl
 Schedule = StrEnum("Schedule", ["sync", "one_step_off", "fully_async"])
 
 
-_BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
+BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
 _WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
 _SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
@@ -287,7 +287,7 @@ class TrainerConfig:
 
     def _check_schedule(self) -> None:
         """Raise ``ConfigError`` for a bound or streaming that the schedule does not have, and for names of the bound that differ."""
-        key, asked = self._asked(*_BOUND_NAMES)
+        key, asked = self._asked(*BOUND_NAMES)
         require(asked is None or asked >= 0, key, ">= 0 or null", asked)
         if self.schedule is Schedule.fully_async:
             return
@@ -311,7 +311,7 @@ class TrainerConfig:
     @property
     def staleness_bound(self) -> int:
         """``max_staleness_steps``, or what follows from the schedule where it is null."""
-        _, asked = self._asked(*_BOUND_NAMES)
+        _, asked = self._asked(*BOUND_NAMES)
         return self._own_bound if asked is None else asked
 
     @property
