@@ -105,6 +105,23 @@ def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() 
     ]
 
 
+def test_a_plan_that_raises_what_nobody_expects_is_asked_again() -> None:
+    asked: list[float] = []
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        asked.append(asyncio.get_running_loop().time())
+        raise OSError("no process")
+
+    async def main() -> None:
+        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(35.0):
+                await follow(Path("run"), FakeFleet(1), config, plan)  # type: ignore[arg-type]
+
+    run_in_virtual_time(main())
+    assert asked == [10.0, 20.0, 30.0]
+
+
 @pytest.mark.slow
 def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be the directory of a run"):

@@ -83,7 +83,10 @@ async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_na
         ask(run_dir, action="list")
 
 
-async def test_a_run_whose_engine_is_no_process_says_so(tmp_path: Path) -> None:
+async def test_a_run_whose_engine_is_no_process_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))  # a socket's path could not be in it
     async with controlled(tmp_path, None, dict):
         with pytest.raises(InferenceError, match="engine=deterministic is in the trainer's process"):
             await asyncio.to_thread(ask, tmp_path, action="add")

@@ -4,28 +4,31 @@ import json
 import math
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.config.load import changed
+from skyrl_async.config.load import changed, from_overrides
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
 from skyrl_async.plan.calls import Samples, turns_by_group, waiting_seconds
 from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
-from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf
+from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, config_of
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
+from skyrl_async.plan.report import devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.models import Turn
 from skyrl_async.simulator.run import SimulationSettings
@@ -333,6 +336,87 @@ def test_what_cannot_be_planned_is_refused_by_name(
     files = {"RUN": str(run_dir), "LARGE": str(ROOT / "examples" / "plan" / "cluster_64.yaml")}
     assert main([files.get(word, word) for word in arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_of_a_long_run_the_newest_steps_are_read_with_all_of_their_samples(
+    run_dir: Path, run: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_async.plan.measured._MAX_ROWS", 10)
+    newest = measured(run_dir)
+    assert [step["step"] for step in newest.steps] == [step["step"] for step in run.steps[-8:]]
+    assert newest.gradients.num_tokens.min() > 0
+    model, whole = fit(newest), fit(run)
+    tokens = float(run.gradients.num_tokens.mean())
+    assert model.group_seconds + tokens * model.gradient_seconds == pytest.approx(
+        whole.group_seconds + tokens * whole.gradient_seconds, rel=0.05
+    )
+
+
+def test_a_run_whose_samples_lack_a_figure_is_refused_by_its_name(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(*arguments: Any, **options: Any) -> Any:
+        table = read_samples(*arguments, **options)
+        place = table.column_names.index("num_response_tokens")
+        return table.set_column(place, "num_response_tokens", pa.nulls(len(table), pa.int32()))
+
+    monkeypatch.setattr("skyrl_async.plan.measured.read_samples", without)
+    assert main([str(run_dir)]) == 2
+    assert "must have num_response_tokens of each sample: was it written by another version?" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    part = next((tmp_path / "run" / "samples").glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:100])
+    assert main([str(tmp_path / "run")]) == 2
+    assert part.name in capsys.readouterr().err
+
+
+def test_groups_that_are_filtered_are_named(tmp_path: Path) -> None:
+    recorded(PLANTED, tmp_path, edit=lambda row: row.update({"generate/filtered_frac": 0.5}))
+    (said,) = findings(measured(tmp_path))
+    assert said.startswith("50% of the groups were filtered")
+
+
+def test_a_bound_is_asked_whatever_its_name_in_the_run() -> None:
+    config = from_overrides("trainer.generate_ahead_steps=2")
+    assert config_of(config, WhatIf(keys={"trainer.max_staleness_steps": 4})).trainer.staleness_bound == 4
+
+
+def test_devices_of_every_worker_are_counted_and_shared_ones_once() -> None:
+    assert (
+        devices_of(
+            from_overrides(
+                "trainer.algorithm.use_kl_loss=true",
+                "engine.num_engines=3",
+                "training.num_workers=2",
+                "training.num_ref_workers=2",
+            )
+        )
+        == 7
+    )
+    assert devices_of(from_overrides("trainer.algorithm.advantage_estimator=gae")) == 3
+    assert devices_of(from_overrides("placement.groups=[[policy,generate]]")) == 1
+
+
+def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is() -> None:
+    config = from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4")
+    asked = [
+        WhatIf(),
+        *(
+            WhatIf(keys={"engine.num_engines": engines, "trainer.max_staleness_steps": bound})
+            for engines in (2, 4)
+            for bound in (1, 4)
+        ),
+    ]
+    forecast = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0))
+    said = sentences([row_of(config, one, forecast, None) for one in asked], config)
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "the staleness bound binds, by the longest answers",
+        "2 -> 4 engines with S 4",
+        "S = 1 with engines 2 has 100% of the speed of the fastest of these bounds",
+    ]
 
 
 def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
