@@ -397,7 +397,7 @@ def test_devices_of_every_worker_are_counted_and_shared_ones_once() -> None:
         == 7
     )
     assert devices_of(from_overrides("trainer.algorithm.advantage_estimator=gae")) == 3
-    assert devices_of(from_overrides("placement.groups=[[policy,generate]]")) == 1
+    assert devices_of(from_overrides("placement.groups=[[policy,generate]]", "placement.devices=[1]")) == 1
 
 
 def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is() -> None:
