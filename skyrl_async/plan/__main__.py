@@ -75,6 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _plan(given: argparse.Namespace) -> None:
+    if given.gpu_hour is not None and not 0 <= given.gpu_hour < float("inf"):
+        raise ConfigError(f"--gpu-hour must be dollars >= 0, got {given.gpu_hour:g}")
+    if given.picture is not None and (given.picture.suffix != ".png" or not given.picture.absolute().parent.is_dir()):
+        raise ConfigError(f"--picture must be a .png in a directory that exists, got {given.picture}")
     known: Measured | Model = measured(given.run) if given.describe is None else described(given.describe)
     what_ifs = [WhatIf(), *(one for one in _asked(given) if one.keys or one.lengths != 1)]
     num_asked = len(what_ifs)
@@ -145,7 +149,7 @@ def _asked(given: argparse.Namespace) -> list[WhatIf]:
     """Every combination of the values given. Raises ``ConfigError`` for one that is none."""
     keys = [key for option, (key, _) in _KEYS.items() if getattr(given, option) is not None]
     values = [
-        [_value(option, kind, word) for word in getattr(given, option).split(",")]
+        list(dict.fromkeys(_value(option, kind, word) for word in getattr(given, option).split(",")))
         for option, (_, kind) in _KEYS.items()
         if getattr(given, option) is not None
     ]

@@ -104,6 +104,11 @@ def described(path: Path) -> Model:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} describes no cluster: {str(error).splitlines()[0]}") from error
     check_bounds(found)
+    lengths = found.lengths
+    if lengths.mean_tokens > lengths.max_tokens:
+        raise ConfigError(
+            f"lengths.mean_tokens must be <= lengths.max_tokens ({lengths.max_tokens}), got {lengths.mean_tokens:g}"
+        )
     config = changed(
         Config(),
         {

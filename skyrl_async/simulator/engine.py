@@ -269,7 +269,7 @@ class ModelledEngine:
             self.tokens_per_second,
             self.half_speed_requests,
             0.0
-            if math.isinf(self.prefill_chunk_tokens)
+            if math.isinf(self.prefill_tokens_per_second)
             else self.prefill_tokens_per_second / self.prefill_chunk_tokens,
             self.machine,
         )

@@ -322,6 +322,11 @@ def test_the_command_prints_a_table_and_what_it_says(
         (["RUN", "--policy", "waits"], "--policy must be of wait, "),
         (["RUN", "--lengths", "xtwo"], "--lengths must be factors such as x2,x0.5, got 'xtwo'"),
         (["RUN", "--budget", "1"], "--budget must be >= 2"),
+        (["RUN", "--gpu-hour", "-2.5"], "--gpu-hour must be dollars >= 0, got -2.5"),
+        (
+            ["RUN", "--picture", "missing/plan.png"],
+            "--picture must be a .png in a directory that exists, got missing/plan.png",
+        ),
         (["RUN", "--mini-batch", "32"], "mini-batch 32: "),
         (
             ["--describe", "LARGE", "--budget", "6"],
@@ -433,6 +438,10 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
         ("parameters: 70e9\n", r"tensor_parallel_size must be >= 2, got 1: the weights in an engine take 140 GB"),
         ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
         ("num_engine: 4\n", r"describes no cluster: .*num_engine"),
+        (
+            "lengths: {mean_tokens: 100, max_tokens: 10}\n",
+            r"lengths.mean_tokens must be <= lengths.max_tokens \(10\), got 100",
+        ),
         ("lengths: {mean_tokens: -1}\n", r"lengths.mean_tokens must be >= 1"),
         ("staleness_policy: waits\n", r"describes no cluster: .*waits"),
         ("num_engines: {\n", "describes no cluster"),
