@@ -1,18 +1,20 @@
 """How many groups may be in flight before engines run out of cache: a state machine without I/O and without a clock.
 
     heartbeat with preemptions  ──> limit = 3/4 of the groups in flight ──drained──> listens again
-    step without any, nor queue ──> limit + 2 %, where it held groups back
+    step without any, nor queue, nor full cache ──> limit + 2 %, where it held groups back
 
 An engine whose cache of keys and values is full preempts a running request, drops what it has cached and computes it again later. Such work
 is lost, and how much room answers need is not known before they are there. So the limit is found as congestion of a network is: slowly up,
-fast down. The law and its constants are those of prime-rl's ``concurrency.py``, less its estimate of an
-episode's tokens, for which groups of ours differ too much.
+fast down. It is a simpler form of prime-rl's ``concurrency.py``: with one cut and without an estimate of an episode's tokens, for which
+groups of ours differ too much.
 
 - A cut is relative to the groups that are in flight, not to the limit, which may be far above them. A quarter fewer of them free a
-  quarter of the cache.
+  quarter of the cache: more than answers in flight grow by meanwhile, and less than the half of a congested network, which would leave
+  engines idle. Other shares were not measured.
 - While more groups are in flight than the limit, preemptions tell of the limit before: nothing is cut again.
 - It grows by 2 % a step, at least by one group, so that a limit that is cut by a quarter is back after 15 steps, and passes the edge by
-  little. Requests that wait inside an engine say that more would only wait longer, and groups below the limit that it holds nothing back.
+  little. Requests that wait inside an engine say that more would only wait longer, a cache that running requests fill to nine tenths that
+  one more would preempt another as they grow, and groups below the limit that it holds nothing back.
 """
 
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ from skyrl_async.inference.protocol import EngineLoad
 
 CUT = 0.75
 GROWTH = 1.02
+FULL = 0.9
+"""Use of the engines' caches, in the mean, from which on the limit does not grow."""
 
 
 @dataclass(eq=False)
@@ -37,7 +41,7 @@ class CacheLimit:
     _step: int = field(default=0, init=False)
     _is_draining: bool = field(default=False, init=False)
     _is_clear: bool = field(default=True, init=False)
-    """Whether nothing waited or was preempted since the last growth, or the last step that could have had one."""
+    """Whether nothing waited or was preempted, and no cache was full, since the last growth, or the last step that could have had one."""
 
     def __post_init__(self) -> None:
         self.limit = self.most
@@ -54,7 +58,8 @@ class CacheLimit:
         is_updated, self._version = version != self._version, version
         has_preempted = load.num_preemptions > self._num_preemptions and not is_updated
         self._num_preemptions = load.num_preemptions
-        self._is_clear = self._is_clear and not has_preempted and not load.num_waiting
+        has_room = not load.num_waiting and load.cache_use < FULL
+        self._is_clear = self._is_clear and not has_preempted and has_room
         if self._is_draining:
             self._is_draining = in_flight > self.limit
         elif has_preempted:

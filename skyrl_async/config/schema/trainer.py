@@ -148,7 +148,7 @@ class TrainerConfig:
     """
     limit_groups_by_cache: bool = True
     """Have fewer groups in flight once engines preempt requests because their caches are full: at once a quarter fewer, then 2 % more per
-    step in which none waits inside an engine. Never more than num_parallel_generation_workers.
+    step in which none waits inside an engine and caches are not nine tenths full. Never more than num_parallel_generation_workers.
     """
     count_buffered_as_in_flight: bool = True
     """While the trainer is busy, finished groups count among num_parallel_generation_workers until they are trained, so that none is

@@ -21,11 +21,18 @@ class Observed:
         self.step = 0
 
     def observe(
-        self, in_flight: int, *, preempted: int = 0, waiting: int = 0, steps: int = 0, version: int = 0
+        self,
+        in_flight: int,
+        *,
+        preempted: int = 0,
+        waiting: int = 0,
+        cache_use: float = 0.5,
+        steps: int = 0,
+        version: int = 0,
     ) -> bool:
         self.num_preemptions += preempted
         self.step += steps
-        load = EngineLoad(num_preemptions=self.num_preemptions, num_waiting=waiting)
+        load = EngineLoad(num_preemptions=self.num_preemptions, num_waiting=waiting, cache_use=cache_use)
         return self.limit.observe(load, in_flight=in_flight, step=self.step, version=version)
 
 
@@ -49,6 +56,9 @@ def test_a_limit_grows_by_two_percent_a_step_while_it_holds_groups_back_and_noth
     observed.observe(306, waiting=2)
     observed.observe(306, steps=1)
     assert observed.limit.limit == 306, "requests waited in engines"
+    observed.observe(306, cache_use=0.95)
+    observed.observe(306, steps=1)
+    assert observed.limit.limit == 306, "the caches were full"
     observed.observe(200, steps=1)
     assert observed.limit.limit == 306, "it held nothing back"
     for _ in range(30):
