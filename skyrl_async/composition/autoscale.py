@@ -90,7 +90,11 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
             number for number in range(num_engines - 1, num_engines + 2) if number == num_engines or number in allowed
         ]
         try:
-            found = wish(await plan(run_dir, asked), num_engines)
+            steps = await plan(run_dir, asked)
+            if len(fleet.client.engines) != num_engines:
+                last = 0  # somebody else added or removed one meanwhile
+                continue
+            found = wish(steps, num_engines)
             is_confirmed = found.change != 0 and found.change == last
             last = 0 if is_confirmed else found.change
             if is_confirmed:

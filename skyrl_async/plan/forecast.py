@@ -141,7 +141,7 @@ class Planner:
             results: Iterable[_Simulated] = map(simulate, settings)
             if self._num_processes > 1:
                 pool = ProcessPoolExecutor(
-                    self._num_processes, mp_context=get_context("spawn"), initializer=_raise_gc_thresholds
+                    self._num_processes, mp_context=get_context("spawn"), initializer=raise_gc_thresholds
                 )
                 results = stack.enter_context(pool).map(simulate, settings)
             for done, one in enumerate(results, 1):
@@ -150,7 +150,7 @@ class Planner:
         return found
 
 
-def _raise_gc_thresholds() -> None:
+def raise_gc_thresholds() -> None:
     """In a process that simulates: it makes millions of objects and next to no cyclic garbage, and looking for it took a fifth of its time.
 
     200,000 young objects, some tens of MB, may be garbage until they are looked at.

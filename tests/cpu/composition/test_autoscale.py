@@ -97,6 +97,25 @@ def test_it_never_leaves_the_bounds() -> None:
     assert followed(FakeFleet(1), dict.fromkeys(range(4), 1.0), until=100) == []
 
 
+def test_what_was_planned_for_another_number_of_engines_is_dropped() -> None:
+    fleet, asked = FakeFleet(1), list[list[int]]()
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        asked.append(numbers)
+        if len(asked) == 2:
+            await fleet.add_engine()  # by a user, meanwhile
+        return {number: (SATURATING[number], 0.0) for number in numbers}
+
+    async def main() -> None:
+        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, max_engines=2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
+
+    run_in_virtual_time(main())
+    assert fleet.log == [(20.0, "add")]
+
+
 def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() -> None:
     assert followed(FakeFleet(1, fails=True), SATURATING, until=65, max_engines=2) == [
         (20.0, "add"),
