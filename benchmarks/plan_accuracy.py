@@ -151,6 +151,19 @@ def _row(case: Case, calibrations: Sequence[Measured], run: Measured) -> dict[st
     }
 
 
+def _conditions_of_runs(keep: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """Of the runs in ``keep``, if it has some: they are only forecast again."""
+    keep.mkdir(parents=True, exist_ok=True)
+    file = keep / "conditions.json"
+    if not file.exists():
+        file.write_text(json.dumps(now))
+        return now
+    kept: dict[str, Any] = json.loads(file.read_text())
+    if kept["steps"] != now["steps"]:
+        raise SystemExit(f"--steps must be {kept['steps']}, as of the runs in {keep}, got {now['steps']}")
+    return kept | {"forecast": {name: now[name] for name in ("commit", "is_modified")}}
+
+
 def main() -> None:
     """Run it."""
     parser = arguments(__doc__ or "")
@@ -163,7 +176,7 @@ def main() -> None:
     before = conditions(steps=given.steps)
     with tempfile.TemporaryDirectory() as work:
         if given.keep is not None:
-            given.keep.mkdir(parents=True, exist_ok=True)
+            before = _conditions_of_runs(given.keep, before)
         rows = measure((given.keep or Path(work)).resolve(), given.steps, cases)
     errors = [abs(row["error"]) for row in rows]
     figures = {

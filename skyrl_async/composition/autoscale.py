@@ -133,8 +133,8 @@ async def planned(run_dir: Path, numbers: list[int]) -> Steps:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
         output, errors = await process.communicate()
     finally:
         if process.returncode is None:

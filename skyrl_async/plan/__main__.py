@@ -186,6 +186,10 @@ def _factor(word: str) -> float:
 def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
     """Splits with each power of two of training workers, and engines on what other workers leave, that hold the model."""
     config, asked = known.config, num_devices
+    if config.placement.groups is not None:
+        raise ConfigError(
+            "--budget must be left out for a run with placement.groups: how stages share devices is not modelled"
+        )
     of_engine = config.engine.tensor_parallel_size
     others = devices_of(config) - config.engine.num_engines * of_engine - config.training.num_workers
     num_devices -= others

@@ -26,6 +26,7 @@ from skyrl_async.types import Group
 
 _FORECAST_ERROR = 0.1
 """Root mean square of what forecasts of a run with other settings were off by, relative to the step (``benchmarks.plan_accuracy``)."""
+_BOUND = f"trainer.{BOUND_NAMES[0]}"
 _NUM_REPLICATES = 4
 _MOST_SAMPLES = 8_000
 """Of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
@@ -47,14 +48,19 @@ class WhatIf:
 
 def config_of(config: Config, what_if: WhatIf) -> Config:
     """The configuration that is asked about; a bound replaces one under another of its names."""
-    is_bound_asked = f"trainer.{BOUND_NAMES[0]}" in what_if.keys
-    others = dict.fromkeys((f"trainer.{name}" for name in BOUND_NAMES[1:]) if is_bound_asked else ())
+    others = dict.fromkeys((f"trainer.{name}" for name in BOUND_NAMES[1:]) if _BOUND in what_if.keys else ())
     return changed(config, {**others, **what_if.keys})
+
+
+def simplified(config: Config, what_if: WhatIf) -> WhatIf:
+    """The same without what is so already."""
+    known = {key: config.trainer.staleness_bound if key == _BOUND else value_of(config, key) for key in what_if.keys}
+    return replace(what_if, keys={key: value for key, value in what_if.keys.items() if known[key] != value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the loop does in virtual time: means over replicates, each of which draws the measured steps anew."""
+    """What the loop does in virtual time: means over replicates, each of which draws the measured steps and groups anew."""
 
     step_seconds: float
     spread_seconds: float
@@ -112,7 +118,7 @@ class Planner:
         self, what_ifs: Sequence[WhatIf], on_progress: Callable[[int, int], object] = lambda done, of: None
     ) -> list[Forecast]:
         """One forecast for each, equal ones simulated once; also makes ``accuracy``. ``on_progress`` gets (simulations done, of all)."""
-        asked = [self._simplified(one) for one in what_ifs]
+        asked = [simplified(self.config, one) for one in what_ifs]
         unique: list[WhatIf] = [WhatIf()]
         unique += [one for number, one in enumerate(asked) if one not in (WhatIf(), *asked[:number])]
         settings = [
@@ -127,11 +133,6 @@ class Planner:
             self.accuracy = Accuracy(measured_seconds=self._measured, forecast=_joined(replicates[0], 0.0, 0.0))
         errors = (0.0, 0.0) if self.accuracy is None else (abs(self.accuracy.error), 2 * _FORECAST_ERROR)
         return [_joined(replicates[unique.index(one)], *errors) for one in asked]
-
-    def _simplified(self, what_if: WhatIf) -> WhatIf:
-        """The same without what is so already."""
-        keys = what_if.keys.items()
-        return replace(what_if, keys={key: value for key, value in keys if value_of(self.config, key) != value})
 
     def _simulate(
         self, settings: Sequence[SimulationSettings], on_progress: Callable[[int, int], object]
@@ -159,7 +160,7 @@ def raise_gc_thresholds() -> None:
 
 
 def _models(source: Measured | Model, seed: int) -> list[Model]:
-    """As many models as replicates; the first of a run is of its steps as they are."""
+    """As many models as replicates; the first of a run is of its steps and groups as they are."""
     num = 2 if _samples_per_step(source.config) > _LARGE_STEP else _NUM_REPLICATES
     if isinstance(source, Model):
         return [source] * num
@@ -218,7 +219,9 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
         return simulation, idle, requests
 
     simulation, engines_idle_frac, requests_per_engine = run_in_virtual_time(main())
-    steps = [values for step, values in simulation.logged if "timing/step" in values and step > num_left_out]
+    logged = {step: values for step, values in simulation.logged if "timing/step" in values}
+    last = min(step for step in logged if step >= num_left_out + num_measured)  # not what the end has cut short
+    steps = [values for step, values in logged.items() if num_left_out < step <= last]
     seconds = sum(values["timing/step"] for values in steps)
     return _Simulated(
         step_seconds=seconds / len(steps),

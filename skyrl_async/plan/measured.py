@@ -81,7 +81,7 @@ class Measured:
     shared_cores: int | None
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
     idle_update: Mapping[str, float]
-    """Seconds of ``stage`` and ``pause`` where no group was generated, such as in the first update; empty where there was none."""
+    """Seconds of ``stage`` and ``pause`` of the first update, before any group was generated; empty where the trace lacks it."""
     speeds: Mapping[str, float]
     """Part of a step or an update -> mean of how fast all was meanwhile, 1 where nothing else took its cores."""
 
@@ -165,14 +165,8 @@ def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores:
 
 
 def _idle_update(spans: Sequence[Span]) -> dict[str, float]:
-    generating, seconds = (
-        spans_over_time(s for s in spans if s.track == "generation"),
-        defaultdict[str, list[float]](list),
-    )
-    for span in spans:
-        if span.name in ("stage", "pause") and not generating.at(np.array([span.begin])).any():
-            seconds[span.name].append(span.end - span.begin)
-    return {name: float(np.mean(found)) for name, found in seconds.items()}
+    began = min(span.begin for span in spans if span.track == "generation")
+    return {s.name: s.end - s.begin for s in spans if s.name in ("stage", "pause") and s.begin < began}
 
 
 def _steps(path: Path) -> list[Step]:
@@ -186,7 +180,9 @@ def _rows(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
     files = files_in(run_dir / DIRECTORY)
     end, num_rows = files[-1].end if files else 0, _MAX_ROWS
     found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
-    while num_rows < end and found[0]["step"] is not None and found[0]["step"] >= first_step:
+    while (
+        num_rows < end and next((row["step"] for row in found if row["outcome"] in _OUTCOMES), first_step) >= first_step
+    ):
         num_rows *= 2
         found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
     missing = [name for name in _NEEDED if any(row[name] is None for row in found if row["outcome"] in _OUTCOMES)]

@@ -1,7 +1,7 @@
 """A model of each part of a run, fitted to what was measured, and the simulator's settings that follow from it.
 
     iteration  seconds = (token + requests * per_request + prefilled tokens * per_token) / speed
-    call       seconds = turns * call + updates * update + (tokens * (token + load * per_request) + starts * prefill) / speed
+    call       seconds = turns * call + (updates * update + tokens * (token + load * per_request) + starts * prefill) / speed
     gradients  seconds = (group + tokens * token) / speed
     the rest   means over the steps
 
@@ -110,7 +110,8 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         gradient_seconds=gradient,
         shared_cores=run.shared_cores,
         unsampled_tokens=run.unsampled_tokens,
-        step_seconds=alone("optimizer_step") + max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
+        step_seconds=alone("optimizer_step")
+        + run.speeds.get("optimizer_step", 1.0) * max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
         stage_seconds=run.speeds.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from skyrl_async.config.load import changed
 from skyrl_async.config.rules.placement import stage_sizes
 from skyrl_async.config.schema.run import Config
-from skyrl_async.plan.forecast import Forecast, WhatIf, config_of
+from skyrl_async.plan.forecast import Forecast, WhatIf, config_of, simplified
 
 _SAME_SPEED = 0.05
 """Difference in speed that is said to be none."""
@@ -37,7 +36,8 @@ class Row:
 
 
 def devices_of(config: Config) -> int:
-    """Devices of engines and of all workers that train or score; of stages that share devices, those of the largest."""
+    """Devices of engines and of all workers that train or score; of stages that share devices, those of the largest. Parts of a GPU
+    (``placement.num_gpus_per_worker``) count as whole ones."""
     devices = {stage: size.num_actors * size.devices_per_actor for stage, size in stage_sizes(config).items()}
     devices["generate"] = config.engine.num_engines * config.engine.tensor_parallel_size
     shared = [[devices.pop(stage) for stage in devices.keys() & group] for group in config.placement.groups or ()]
@@ -168,5 +168,5 @@ def _by_the_rest(rows: Sequence[Row], key: str, config: Config) -> list[tuple[Wh
                 found.append((rest, [row]))
             else:
                 same.append(row)
-    as_is = [(rest, some) for rest, some in found if rest.lengths == 1 and changed(config, rest.keys) == config]
+    as_is = [(rest, some) for rest, some in found if simplified(config, rest) == WhatIf()]
     return [(rest, sorted(some, key=lambda row: row.what_if.keys[key])) for rest, some in as_is or found]

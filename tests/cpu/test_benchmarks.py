@@ -384,7 +384,18 @@ def test_the_page_about_published_results_shows_the_figures_that_are_kept() -> N
 def test_the_page_about_benchmarks_shows_the_kept_figures_of_plans_and_routing() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for row in json.loads((ROOT / "benchmarks/results/plan_accuracy.json").read_text())["rows"]:
-        assert f"| {row['measured_step_s']:.2f} s | {100 * row['error']:+.0f} % |\n" in page
+        calibrated = (
+            f"{row['calibration_step_s']:.2f} s",
+            *(f"{100 * row[f'calibration_{what}']:+.0f} %" for what in ("error", "drift")),
+        )
+        interval = f"{row['low_s']:.2f} to {row['high_s']:.2f}"
+        ran = (
+            f"{row['predicted_step_s']:.2f} s",
+            interval,
+            f"{row['measured_step_s']:.2f} s",
+            f"{100 * row['error']:+.0f} %",
+        )
+        assert f"| {' | '.join((row['what'], *calibrated, *ran))} |\n" in page
     for row in json.loads((ROOT / "benchmarks/results/routing.json").read_text())["rows"]:
         assert f" {row['tokens_per_s']:,.0f} ({100 * row['prefix_hit_frac']:.0f} %) |" in page
 

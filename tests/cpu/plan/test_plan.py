@@ -18,20 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.config.load import changed, from_overrides
+from skyrl_async.config.load import changed, from_overrides, to_yaml
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
 from skyrl_async.plan.calls import Samples, turns_by_group, waiting_seconds
 from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
-from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, config_of
+from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, _simulated, config_of
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
 from skyrl_async.plan.report import devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
+from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import Turn
-from skyrl_async.simulator.run import SimulationSettings
+from skyrl_async.simulator.run import Simulation, SimulationSettings
 from tests.cpu.plan.modelled_runs import recorded
 
 ROOT = Path(__file__).parents[3]
@@ -160,6 +161,21 @@ def test_a_forecast_is_what_the_loop_then_takes(
     found, _ = forecasts
     truth = step_seconds(replace(PLANTED, num_steps=30, seed=3, **WHAT_IFS[index][1]), tmp_path / "run")
     assert found[index].step_seconds == pytest.approx(truth, rel=0.1)
+
+
+def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
+    settings = replace(PLANTED, num_steps=None, max_staleness_steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MOST_STEPS, 5)
+        found = _simulated({}, settings)
+
+    async def main() -> list[float]:
+        simulation = Simulation(replace(settings, num_steps=14))
+        await simulation.run()
+        return [values["timing/step"] for _, values in simulation.logged if "timing/step" in values]
+
+    # A wave of three is left out, and two are measured.
+    assert found.step_seconds == pytest.approx(fmean(run_in_virtual_time(main())[3:9]))
 
 
 def test_batches_of_several_steps_are_forecast_too(run: Measured) -> None:
@@ -405,8 +421,9 @@ def test_devices_of_every_worker_are_counted_and_shared_ones_once() -> None:
     assert devices_of(from_overrides("placement.groups=[[policy,generate]]", "placement.devices=[1]")) == 1
 
 
-def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is() -> None:
-    config = from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4")
+@pytest.mark.parametrize("bound", ["max_staleness_steps=4", "max_staleness_steps=null", "generate_ahead_steps=4"])
+def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is(bound: str) -> None:
+    config = from_overrides("engine.num_engines=2", f"trainer.{bound}")
     asked = [
         WhatIf(),
         *(
@@ -422,6 +439,16 @@ def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is() -> N
         "2 -> 4 engines with S 4",
         "S = 1 with engines 2 has 100% of the speed of the fastest of these bounds",
     ]
+
+
+def test_a_budget_is_refused_for_a_run_whose_stages_share_devices(
+    run_dir: Path, run: Measured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    shared = changed(run.config, {"placement.groups": [["policy", "generate"]], "placement.devices": [1]})
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(shared))
+    assert main([str(tmp_path / "run"), "--budget", "4"]) == 2
+    assert "--budget must be left out for a run with placement.groups" in capsys.readouterr().err
 
 
 def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
