@@ -164,7 +164,7 @@ def test_a_forecast_is_what_the_loop_then_takes(
 
 
 def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
-    settings = replace(PLANTED, num_steps=None, max_staleness_steps=2)
+    settings = replace(PLANTED, num_steps=None, stage_seconds=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MOST_STEPS, 5)
         found = _simulated({}, settings)
