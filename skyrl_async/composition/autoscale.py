@@ -89,24 +89,21 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
         asked = [
             number for number in range(num_engines - 1, num_engines + 2) if number == num_engines or number in allowed
         ]
+        before, last = last, 0
         try:
             steps = await plan(run_dir, asked)
             if len(fleet.client.engines) != num_engines:
-                last = 0  # somebody else added or removed one meanwhile
-                continue
+                continue  # somebody else added or removed one meanwhile
             found = wish(steps, num_engines)
-            is_confirmed = found.change != 0 and found.change == last
-            last = 0 if is_confirmed else found.change
-            if is_confirmed:
+            if found.change != 0 and found.change == before:
                 logger.warning("engine.autoscale: %s, as the plan before said; %s", found.reason, _words(found.change))
                 await _change(fleet, found.change)
             else:
+                last = found.change
                 logger.info("engine.autoscale: %s", found.reason)
         except SkyRLAsyncError as error:
-            last = 0
             logger.info("engine.autoscale: nothing is changed: %s", error)
         except Exception:
-            last = 0
             logger.exception("engine.autoscale: nothing is changed")
 
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -41,9 +40,9 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
         describe: returns figures of each engine that serves.
     """
     open_requests: set[asyncio.Task[None]] = set()
+    path = run_dir / CONTROL_FILE
     # A socket's path has at most 107 characters, which TMPDIR may exceed.
-    directory, path = Path(tempfile.mkdtemp(prefix="skyrl_async-", dir="/tmp")), run_dir / CONTROL_FILE
-    try:
+    with tempfile.TemporaryDirectory(prefix="skyrl_async-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         async with task_group() as group:
 
             def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,8 +50,8 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
                 open_requests.add(request)
                 request.add_done_callback(open_requests.discard)
 
-            server = await asyncio.start_unix_server(connected, directory / "control")
-            content = {"socket": str(directory / "control"), "host": socket.gethostname(), "pid": os.getpid()}
+            server = await asyncio.start_unix_server(connected, f"{directory}/control")
+            content = {"socket": f"{directory}/control", "host": socket.gethostname(), "pid": os.getpid()}
             write_private(path, json.dumps(content))
             try:
                 yield
@@ -61,8 +60,6 @@ async def controlled(run_dir: Path, fleet: Fleet | None, describe: Describe) -> 
                 server.close()
                 for request in open_requests:
                     request.cancel()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _serve(

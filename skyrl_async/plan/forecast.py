@@ -17,7 +17,7 @@ import numpy as np
 from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import BOUND_NAMES
-from skyrl_async.plan.measured import Measured
+from skyrl_async.plan.measured import Measured, samples_per_step
 from skyrl_async.plan.model import Model, fit, settings_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
@@ -26,7 +26,7 @@ from skyrl_async.types import Group
 
 _FORECAST_ERROR = 0.1
 """Root mean square of what forecasts of a run with other settings were off by, relative to the step (``benchmarks.plan_accuracy``)."""
-_BOUND = f"trainer.{BOUND_NAMES[0]}"
+_BOUND = "trainer.max_staleness_steps"
 _NUM_REPLICATES = 4
 _MOST_SAMPLES = 8_000
 """Of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
@@ -122,7 +122,7 @@ class Planner:
         unique: list[WhatIf] = [WhatIf()]
         unique += [one for number, one in enumerate(asked) if one not in (WhatIf(), *asked[:number])]
         settings = [
-            replace(_settings(model, what_if), seed=number)
+            replace(settings_of(model, config_of(model.config, what_if), lengths=what_if.lengths), seed=number)
             for what_if in unique
             for number, model in enumerate(self._models)
         ]
@@ -161,19 +161,10 @@ def raise_gc_thresholds() -> None:
 
 def _models(source: Measured | Model, seed: int) -> list[Model]:
     """As many models as replicates; the first of a run is of its steps and groups as they are."""
-    num = 2 if _samples_per_step(source.config) > _LARGE_STEP else _NUM_REPLICATES
+    num = 2 if samples_per_step(source.config) > _LARGE_STEP else _NUM_REPLICATES
     if isinstance(source, Model):
         return [source] * num
     return [fit(source)] + [fit(source, np.random.default_rng([seed, number])) for number in range(1, num)]
-
-
-def _samples_per_step(config: Config) -> int:
-    return config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
-
-
-def _settings(model: Model, what_if: WhatIf) -> SimulationSettings:
-    config = config_of(model.config, what_if)
-    return settings_of(model, config, lengths=what_if.lengths)
 
 
 @dataclass(frozen=True, slots=True)

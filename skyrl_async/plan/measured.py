@@ -37,7 +37,7 @@ MIN_STEPS = 8
 """Fewer say little about how much a figure varies."""
 WARM_UP_STEPS = 2
 """Left out: the buffer fills, and caches are cold."""
-MOST_STEPS = 50
+_MOST_STEPS = 50
 """Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
 """Of large steps fewer are read, ``MIN_STEPS`` at least, so that they trained no more samples than these."""
@@ -46,6 +46,7 @@ _COLUMNS = (
     *("outcome", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
 )
+_SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
 _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
 
 
@@ -90,6 +91,11 @@ class Measured:
         return float(np.mean([step.get(name, 0.0) for step in self.steps]))
 
 
+def samples_per_step(config: Config) -> int:
+    """Samples of an optimizer step."""
+    return config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+
+
 def measured(run_dir: Path) -> Measured:
     """Read a run, which may go on; of one that has ended, without its last steps, if there are enough: nothing is left to generate in them.
 
@@ -112,8 +118,7 @@ def measured(run_dir: Path) -> Measured:
     config = changed(config, {"engine.num_engines": num_engines})
     if newest[0]["step"] == config.trainer.num_steps or (run_dir / "summary.json").exists():
         newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
-    samples_per_step = config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
-    most = max(MIN_STEPS, min(MOST_STEPS, _MAX_ROWS // samples_per_step))
+    most = max(MIN_STEPS, min(_MOST_STEPS, _MAX_ROWS // samples_per_step(config)))
     steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
     spans = list(read_spans(run_dir))
     rows = _rows(run_dir, steps[0]["step"])
@@ -141,7 +146,7 @@ def measured(run_dir: Path) -> Measured:
         idle_update=_idle_update(spans),
         speeds={
             name: float(np.mean(speed.mean(*np.array([(s.begin, s.end) for s in spans if s.name == name], float).T)))
-            for name in {s.name for s in spans if s.track in ("training", "publish", "publish/pause")}
+            for name in {s.name for s in spans} & _SLOWED
         },
     )
 
@@ -179,20 +184,20 @@ def _rows(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
     """One row per sample of training that has tokens, at least from ``first_step`` on: of its branches the one with the most."""
     files = files_in(run_dir / DIRECTORY)
     end, num_rows = files[-1].end if files else 0, _MAX_ROWS
-    found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
-    while (
-        num_rows < end and next((row["step"] for row in found if row["outcome"] in _OUTCOMES), first_step) >= first_step
-    ):
-        num_rows *= 2
+    while True:
         found = read_samples(run_dir, _COLUMNS, begin=max(0, end - num_rows)).to_pylist()
-    missing = [name for name in _NEEDED if any(row[name] is None for row in found if row["outcome"] in _OUTCOMES)]
+        found = [row for row in found if row["outcome"] in _OUTCOMES]
+        if num_rows >= end or (found and found[0]["step"] < first_step):
+            break
+        num_rows *= 2
+    missing = [name for name in _NEEDED if any(row[name] is None for row in found)]
     if missing:
         raise ConfigError(
             f"{run_dir}/{DIRECTORY} must have {', '.join(missing)} of each sample: was it written by another version?"
         )
     longest: dict[tuple[int, int], dict[str, Any]] = {}
     for row in found:
-        if row["outcome"] in _OUTCOMES and row["num_sampled_tokens"]:
+        if row["num_sampled_tokens"]:
             known = longest.get(key := (row["admission_index"], row["sample"]))
             if known is None or row["num_sampled_tokens"] > known["num_sampled_tokens"]:
                 longest[key] = row

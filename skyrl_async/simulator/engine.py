@@ -116,9 +116,8 @@ class _SharedSpeed:
         self._advance()
         self.num_running += 1
         self._prefill_left += prefill_seconds
-        call.started = (
-            self._progress + self._prefill_left * self._prefilling_tokens_per_second
-        )  # when its prompt is computed
+        # Where the engine is when the call's prompt is computed.
+        call.started = self._progress + self._prefill_left * self._prefilling_tokens_per_second
         if call.woken is not None:
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
         self._changed()
@@ -202,12 +201,9 @@ class _SharedSpeed:
             self._timer = None
         if rate:
             left, while_prefilling = max(0.0, goal - self._progress), prefilling * self._prefilling_rate
-            if left < while_prefilling:
-                seconds = left / self._prefilling_rate
-            else:
-                seconds = prefilling + (left - while_prefilling) / rate
-            at = self._moved_at + seconds
-            self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
+            is_soon = left < while_prefilling
+            seconds = left / self._prefilling_rate if is_soon else prefilling + (left - while_prefilling) / rate
+            self._timer = asyncio.get_running_loop().call_at(self._moved_at + seconds, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timed = (0.0, 0.0, 0.0)
@@ -337,7 +333,7 @@ class ModelledEngine:
         """Take the stage's time."""
         self._cut_off.check()
         with computing(self.machine, f"the update of {self.name}", PUBLISH_CORES) as slowdown:
-            await asyncio.sleep(slowdown * self._of_now(self.stage_seconds, self.idle_stage_seconds))
+            await asyncio.sleep(slowdown * self._unless_idle(self.stage_seconds, self.idle_stage_seconds))
         self._cut_off.check()
 
     async def load_weights(self, update: WeightUpdate) -> None:
@@ -348,7 +344,7 @@ class ModelledEngine:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
         with computing(self.machine, f"the load of {self.name}", ENGINE_CORES) as slowdown:
-            await asyncio.sleep(slowdown * self._of_now(self.load_seconds, self.idle_load_seconds))
+            await asyncio.sleep(slowdown * self._unless_idle(self.load_seconds, self.idle_load_seconds))
         if failure is not None:
             self.kill()
         self._cut_off.check()
@@ -399,7 +395,7 @@ class ModelledEngine:
         for call in self._calls:
             call.wake()
 
-    def _of_now(self, seconds: float, idle_seconds: float | None) -> float:
+    def _unless_idle(self, seconds: float, idle_seconds: float | None) -> float:
         return seconds if self._calls or idle_seconds is None else idle_seconds
 
     def _abort(self, calls: Collection[_Call]) -> None:
