@@ -29,11 +29,11 @@ _FORECAST_ERROR = 0.1
 _BOUND = "trainer.max_staleness_steps"
 _NUM_REPLICATES = 4
 _MOST_SAMPLES = 8_000
-"""Of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
+"""Most samples of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
 _LARGE_STEP = 2_000
 """Samples of a step from which on two replicates do."""
 _LEAST_STEPS, _MOST_STEPS = 4, 60
-"""That are measured, but for a whole last wave."""
+"""Fewest and most steps that are measured; the last wave is measured whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

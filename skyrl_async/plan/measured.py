@@ -40,13 +40,14 @@ WARM_UP_STEPS = 2
 _MOST_STEPS = 50
 """Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
-"""Of large steps fewer are read, ``MIN_STEPS`` at least, so that they trained no more samples than these."""
+"""Most samples of the steps that are read, but for ``MIN_STEPS``; fewer large steps are read than small ones."""
 _OUTCOMES = ("trained", "filtered", "masked", "abandoned")
 _COLUMNS = (
     *("outcome", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
 )
 _SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
+"""Spans that take longer while others take the cores."""
 _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
 
 

@@ -250,7 +250,7 @@ class ModelledEngine:
     """Duration of ``load_weights``."""
     idle_stage_seconds: float | None = None
     idle_load_seconds: float | None = None
-    """The same without a call; None: as long."""
+    """The same of an engine without a call; None: as long."""
     block_tokens: int = 16
     """Tokens per block of a stream; the larger, the faster is the simulation."""
     num_sampled_tokens: int = field(default=0, init=False)

@@ -96,7 +96,7 @@ class SimulationSettings:
     load_seconds: float = 0.0
     idle_stage_seconds: float | None = None
     idle_load_seconds: float | None = None
-    """Of an engine without a request; None: as long."""
+    """The same of an engine without a request; None: as long."""
     engine_wait_s: float | None = 0.0
     """How long requests wait when there is no engine; None: until one comes."""
     gather_seconds: float = 0.0
