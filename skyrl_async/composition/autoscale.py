@@ -85,7 +85,7 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
     while True:
         await asyncio.sleep(config.autoscale_interval_s)
         num_engines = len(fleet.client.engines)
-        allowed = range(config.min_engines or 1, (config.max_engines or num_engines) + 1)
+        allowed = range(config.min_engines or 1, (config.max_engines or config.num_engines) + 1)
         asked = [
             number for number in range(num_engines - 1, num_engines + 2) if number == num_engines or number in allowed
         ]

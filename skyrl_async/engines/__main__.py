@@ -14,6 +14,7 @@ import json
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ def ask(run_dir: Path, **request: Any) -> list[dict[str, Any]]:
     return list(answer["engines"])
 
 
+def _add(run_dir: Path, num_engines: int) -> None:
+    """Add engines side by side, and say when each serves. Raises what ``ask`` raises, once all of them serve or have failed."""
+    started = time.monotonic()
+    named = {engine["serving"] for engine in ask(run_dir, action="list")} | {None}
+    with ThreadPoolExecutor(num_engines) as threads:
+        added = [threads.submit(ask, run_dir, action="add") for _ in range(num_engines)]
+        for one in as_completed(added):
+            if one.exception() is None:
+                new = {engine["serving"] for engine in one.result()} - named
+                named |= new
+                for name in sorted(new):
+                    sys.stderr.write(f"{name} serves, after {time.monotonic() - started:.0f} s\n")
+    for one in added:
+        one.result()
+
+
 def table(engines: list[dict[str, Any]]) -> str:
     """A line for each engine."""
     heads = [column.replace("_", " ").upper() for column in _COLUMNS]
@@ -81,16 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.action == "remove" and given.what is None:
         parser.error("remove needs the NAME of an engine")
-    if given.action == "add" and not (given.what or "1").isdecimal():
-        parser.error(f"add takes a number of engines, got {given.what!r}")
+    if given.action == "add" and not ((given.what or "1").isdecimal() and int(given.what or 1)):
+        parser.error(f"add takes a number of engines >= 1, got {given.what!r}")
     try:
-        engines: list[dict[str, Any]] = []
-        for _ in range(int(given.what or 1) if given.action == "add" else 1):
-            started = time.monotonic()
-            before = {engine["name"] for engine in engines or ask(given.run, action="list")}
-            engines = ask(given.run, action=given.action, name=given.what)
-            for name in sorted({engine["name"] for engine in engines} - before):
-                sys.stderr.write(f"{name} serves, after {time.monotonic() - started:.0f} s\n")
+        if given.action == "add":
+            _add(given.run, int(given.what or 1))
+        elif given.action == "remove":
+            ask(given.run, action="remove", name=given.what)
+        engines = ask(given.run, action="list")
     except (ConfigError, InferenceError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -63,7 +63,7 @@ class EngineConfig:
     min_engines: int | None = bounded(None, ge=1)
     """Fewest engines that autoscale leaves; null: 1."""
     max_engines: int | None = bounded(None, ge=1)
-    """Most engines that autoscale starts; null: as many as serve, so that none is added."""
+    """Most engines that autoscale starts; null: ``num_engines``."""
     autoscale_interval_s: float = bounded(300.0, gt=0)
     """Seconds between two plans."""
     stream_interval: int = bounded(10, ge=1)

@@ -97,6 +97,23 @@ def test_it_never_leaves_the_bounds() -> None:
     assert followed(FakeFleet(1), dict.fromkeys(range(4), 1.0), until=100) == []
 
 
+def test_without_a_maximum_it_goes_back_up_to_as_many_engines_as_it_began_with() -> None:
+    fleet = FakeFleet(2)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        has_enough = asyncio.get_running_loop().time() < 30  # then answers get longer
+        return {number: (1.0 if has_enough else 4.0 / number, 0.0) for number in numbers}
+
+    async def main() -> None:
+        config = EngineConfig(num_engines=2, autoscale=Autoscale.plan, autoscale_interval_s=10.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(100.0):
+                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
+
+    run_in_virtual_time(main())
+    assert fleet.log == [(20.0, "remove engine-1"), (40.0, "add")]
+
+
 def test_what_was_planned_for_another_number_of_engines_is_dropped() -> None:
     fleet, asked = FakeFleet(1), list[list[int]]()
 
