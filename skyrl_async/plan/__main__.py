@@ -3,7 +3,7 @@
 uv run -m skyrl_async.plan outputs/RUN                              how well the model of a run reproduces it
 uv run -m skyrl_async.plan outputs/RUN --engines 2,4,8 --staleness 0,1,4,8 --policy wait,allow
 uv run -m skyrl_async.plan outputs/RUN --lengths x2 --mini-batch 32,64 --gpu-hour 2.5
-uv run -m skyrl_async.plan outputs/RUN --budget 24 --gpu-hour 2.5   the best split of 24 devices
+uv run -m skyrl_async.plan outputs/RUN --budget 24 --staleness 1,4  the best split of 24 devices, with each bound
 uv run -m skyrl_async.plan --describe cluster.yaml --engines 4,8    of a cluster that nobody has run on
 
 It reads what the run wrote, fits a model of each part, and runs the real trainer over these models in virtual time. Every combination of
@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ _KEYS = {
     "mini_batch": ("trainer.policy_mini_batch_size", int),
 }
 """Option -> key of the configuration, and its type."""
+_SPLIT = ("engine.num_engines", "training.num_workers")
+"""What ``--budget`` looks for."""
+_MOST_SPLITS = 12
+"""Splits that are printed, the fastest first; JSON has all of them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--budget",
         type=int,
         metavar="N",
-        help="also find the best split of N devices into engines and training workers",
+        help="also find the best split of N devices into engines and training workers, with each of the other values given",
     )
     parser.add_argument("--gpu-hour", type=float, metavar="DOLLARS", help="price of a device for an hour")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the table")
@@ -85,7 +90,10 @@ def _plan(given: argparse.Namespace) -> None:
     for what_if in what_ifs:
         _check(known, what_if)
     if given.budget is not None:
-        what_ifs += _splits(known, given.budget)
+        free = [replace(one, keys={k: v for k, v in one.keys.items() if k not in _SPLIT}) for one in what_ifs[1:]]
+        for number, one in enumerate(free or [WhatIf()]):
+            if one not in free[:number]:
+                what_ifs += _splits(known, one, given.budget)
     planner = Planner(known, num_processes=given.processes)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating")
@@ -119,8 +127,8 @@ def _lines(
         lines += [*(f"  {note}" for note in notes), ""]
     lines += [table(asked), "", *sentences(asked, planner.config)]
     if splits:
-        best = min(splits, key=lambda row: row.forecast.step_seconds)
-        lines += ["", f"best split of {given.budget} devices: {name_of(best.what_if)}", table(splits)]
+        fastest = sorted(splits, key=lambda row: row.forecast.step_seconds)[:_MOST_SPLITS]
+        lines += ["", f"best split of {given.budget} devices: {name_of(fastest[0].what_if)}", table(fastest)]
     if any(
         key in row.what_if.keys
         for row in (*asked, *splits)
@@ -183,9 +191,9 @@ def _factor(word: str) -> float:
     return factor
 
 
-def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
-    """Splits with each power of two of training workers, and engines on what other workers leave, that hold the model."""
-    config, asked = known.config, num_devices
+def _splits(known: Measured | Model, what_if: WhatIf, num_devices: int) -> list[WhatIf]:
+    """``what_if`` with each power of two of training workers, and engines on what other workers leave, that hold the model."""
+    config, asked = config_of(known.config, what_if), num_devices
     if config.placement.groups is not None:
         raise ConfigError(
             "--budget must be left out for a run with placement.groups: how stages share devices is not modelled"
@@ -201,10 +209,11 @@ def _splits(known: Measured | Model, num_devices: int) -> list[WhatIf]:
     found: list[WhatIf] = []
     refused: ConfigError | None = None
     for number in (2**power for power in range(num_devices.bit_length()) if num_devices - 2**power >= of_engine):
-        keys = {"engine.num_engines": (num_devices - number) // of_engine, "training.num_workers": number}
+        num_engines = (num_devices - number) // of_engine
+        split = replace(what_if, keys={**what_if.keys, **dict(zip(_SPLIT, (num_engines, number), strict=True))})
         try:
-            _check(known, WhatIf(keys=keys))
-            found.append(WhatIf(keys=keys))
+            _check(known, split)
+            found.append(split)
         except ConfigError as error:
             refused = error
     if refused is not None and not found:
