@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from skyrl_async.config.schema.run import Config
 from skyrl_async.metrics.trace_parts import Span
-from skyrl_async.simulator.models import Turn
+from skyrl_async.record.ended import Outcome
+from skyrl_async.simulator.models import KnownGroup, Turn
 
 Floats: TypeAlias = NDArray[np.float64]
 _ROUNDING = 1e-9
@@ -89,16 +90,16 @@ def _replies(row: Mapping[str, Any]) -> list[_Reply]:
     ]
 
 
-def turns_by_group(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[tuple[Turn, ...], ...], ...]:
+def groups_of(rows: Iterable[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
     """Turns of each sample; of replies that are known together only, equal shares."""
-    groups: dict[int, list[tuple[Turn, ...]]] = defaultdict(list)
+    groups: dict[tuple[int, bool], list[tuple[Turn, ...]]] = defaultdict(list)
     for row in rows:
         turns: list[Turn] = []
         for reply in _replies(row):
             ends = [reply.num_tokens * turn // reply.num_turns for turn in range(reply.num_turns + 1)]
             turns += [(max(1, e - b), reply.environment_seconds / reply.num_turns) for b, e in pairwise(ends)]
-        groups[row["admission_index"]].append(tuple(turns))
-    return tuple(map(tuple, groups.values()))
+        groups[row["admission_index"], row["outcome"] == Outcome.FILTERED].append(tuple(turns))
+    return tuple(KnownGroup(tuple(samples), is_filtered) for (_, is_filtered), samples in groups.items())
 
 
 class OverTime:

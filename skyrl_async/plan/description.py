@@ -19,6 +19,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.model import Model
+from skyrl_async.simulator.models import KnownGroup, Turn
 
 _NUM_GROUPS = 512
 """Groups whose lengths are drawn."""
@@ -124,7 +125,7 @@ def described(path: Path) -> Model:
     )
     model = Model(
         config=config,
-        samples=_drawn(found.lengths, found.n_samples_per_prompt),
+        groups=_drawn(found.lengths, found.n_samples_per_prompt),
         token_seconds=1 / found.engine.tokens_per_second,
         token_seconds_per_request=1 / found.engine.tokens_per_second / found.engine.half_speed_requests,
         prefill_seconds=found.engine.prefill_seconds,
@@ -159,14 +160,14 @@ def check_memory(model: Model, config: Config) -> None:
             )
 
 
-def _drawn(lengths: Lengths, group_size: int) -> tuple[tuple[tuple[tuple[int, float], ...], ...], ...]:
+def _drawn(lengths: Lengths, group_size: int) -> tuple[KnownGroup, ...]:
     """Groups of lognormal lengths."""
     rng = random.Random(0)
     location = log(lengths.mean_tokens) - lengths.sigma**2 / 2
 
-    def sample() -> tuple[tuple[int, float], ...]:
+    def sample() -> tuple[Turn, ...]:
         tokens = min(rng.lognormvariate(location, lengths.sigma), lengths.max_tokens)
         turn = (max(1, round(tokens / lengths.turns)), lengths.environment_seconds)
         return (turn,) * lengths.turns
 
-    return tuple(tuple(sample() for _ in range(group_size)) for _ in range(_NUM_GROUPS))
+    return tuple(KnownGroup(tuple(sample() for _ in range(group_size))) for _ in range(_NUM_GROUPS))

@@ -70,8 +70,6 @@ def _slow_engines(run: Measured) -> Iterator[str]:
 
 def _failures(run: Measured) -> Iterator[str]:
     """Failed samples are generated and not trained."""
-    if (filtered := run.mean("generate/filtered_frac")) > _FAILED:
-        yield f"{filtered:.0%} of the groups were filtered; the forecast trains all that it generates, and so takes too little time"
     if (failed := run.mean("generate/failed_frac")) > _FAILED:
         yield f"{failed:.0%} of the groups failed; the forecast has none that do"
     if restarts := run.steps[-1].get("engines/restarts", 0.0) - run.steps[0].get("engines/restarts", 0.0):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import BOUND_NAMES
-from skyrl_async.plan.measured import Measured, samples_per_step
+from skyrl_async.plan.measured import Measured, samples_per_step, stages_on_policy_workers
 from skyrl_async.plan.model import Model, fit, settings_of
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
@@ -137,7 +137,9 @@ class Planner:
     def _simulate(
         self, settings: Sequence[SimulationSettings], on_progress: Callable[[int, int], object]
     ) -> "list[_Simulated]":
-        simulate, found = partial(_simulated, self._models[0].stages), list[_Simulated]()
+        model = self._models[0]
+        simulate = partial(_simulated, model.stages, stages_on_policy_workers(model.config))
+        found = list[_Simulated]()
         with contextlib.ExitStack() as stack:
             results: Iterable[_Simulated] = map(simulate, settings)
             if self._num_processes > 1:
@@ -184,12 +186,17 @@ def _measured_steps(settings: SimulationSettings) -> tuple[int, int]:
     return max(2, wave), math.ceil(num_steps / wave) * wave
 
 
-def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Simulated:
+def _simulated(
+    stages: Mapping[str, float], on_policy_workers: Collection[str], settings: SimulationSettings
+) -> _Simulated:
     """Run the loop until enough steps are measured."""
     num_left_out, num_measured = _measured_steps(settings)
 
     def works(policy: ModelledPolicy) -> dict[str, Callable[[Group], Any]]:
-        return {name: partial(_after, seconds) for name, seconds in stages.items()}
+        return {
+            name: partial(_after, policy.compute if name in on_policy_workers else asyncio.sleep, seconds)
+            for name, seconds in stages.items()
+        }
 
     async def main() -> tuple[Simulation, float, float]:
         running = asyncio.current_task()
@@ -224,8 +231,8 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
     )
 
 
-async def _after(seconds: float, group: Group) -> Group:
-    await asyncio.sleep(seconds)
+async def _after(compute: Callable[[float], Awaitable[None]], seconds: float, group: Group) -> Group:
+    await compute(seconds)
     return group
 
 

@@ -8,10 +8,11 @@ Times are seconds since the run's trace began.
 """
 
 import itertools
+import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,14 +21,15 @@ from numpy.typing import NDArray
 
 from skyrl_async.config.load import built, changed, compose_config
 from skyrl_async.config.rules.devices import engine_device
+from skyrl_async.config.rules.placement import on_policy_workers
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
 from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.plan.calls import Calls, Floats, OverTime, Samples, spans_over_time, turns_by_group
+from skyrl_async.plan.calls import Calls, Floats, OverTime, Samples, groups_of, spans_over_time
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
-from skyrl_async.simulator.models import Turn
+from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, TRAINING_CORES, slowdown
 
 Step: TypeAlias = dict[str, Any]
@@ -46,6 +48,7 @@ _COLUMNS = (
     *("outcome", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
 )
+_STAGES = ("ref_logp", "logp", "teacher_logp", "values")
 _SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
 """Spans that take longer while others take the cores."""
 _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
@@ -73,8 +76,7 @@ class Measured:
     """Without the first and the last ones."""
     calls: Calls
     gradients: Gradients
-    samples: tuple[tuple[tuple[Turn, ...], ...], ...]
-    """By group, the turns of each sample."""
+    groups: tuple[KnownGroup, ...]
     unsampled_tokens: float
     """Of a row, in the mean: its prompt, and what its environment answered."""
     stages: Mapping[str, float]
@@ -84,8 +86,9 @@ class Measured:
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
     idle_update: Mapping[str, float]
     """Seconds of ``stage`` and ``pause`` of the first update, before any group was generated; empty where the trace lacks it."""
-    speeds: Mapping[str, float]
-    """Part of a step or an update -> mean of how fast all was meanwhile, 1 where nothing else took its cores."""
+    shares_alone: Mapping[str, float]
+    """Part of a step or an update -> what it would take alone, of each second that it took: 1 where nothing else took its cores, and it did
+    not wait for the policy's workers."""
 
     def mean(self, name: str) -> float:
         """Mean of a figure over the steps; one that is missing counts as 0."""
@@ -95,6 +98,11 @@ class Measured:
 def samples_per_step(config: Config) -> int:
     """Samples of an optimizer step."""
     return config.trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+
+
+def stages_on_policy_workers(config: Config) -> frozenset[str]:
+    """Stages that the policy's workers compute, between gradients."""
+    return frozenset({"ref": "ref_logp"}.get(stage, stage) for stage in on_policy_workers(config))
 
 
 def measured(run_dir: Path) -> Measured:
@@ -121,7 +129,8 @@ def measured(run_dir: Path) -> Measured:
         newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
     most = max(MIN_STEPS, min(_MOST_STEPS, _MAX_ROWS // samples_per_step(config)))
     steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
-    spans = list(read_spans(run_dir))
+    as_traced, between_gradients = list(read_spans(run_dir)), stages_on_policy_workers(config)
+    spans = _served(as_traced, between_gradients) if between_gradients else as_traced
     rows = _rows(run_dir, steps[0]["step"])
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}
     rows = [row for row in rows if (row["uid"], row["scheduled_version"]) in begins]
@@ -132,27 +141,30 @@ def measured(run_dir: Path) -> Measured:
     begin = np.array([begins[row["uid"], row["scheduled_version"]] for row in rows])
     samples = Samples(rows, begin, spans, config)
     shared_cores = os.cpu_count() if engine_device(config.engine) is Device.cpu else None
-    speed = _speed(samples.open, spans, config, shared_cores)
+    speed = _speed(samples.open, spans, config, shared_cores, between_gradients)
     return Measured(
         config=config,
         steps=tuple(steps),
         calls=samples.calls(steps[0]["step"], spans, speed),
         gradients=_gradients(rows, spans, speed, steps[0]["step"]),
-        samples=turns_by_group(rows),
+        groups=groups_of(rows),
         unsampled_tokens=float(
             np.mean([row["num_prompt_tokens"] + row["num_response_tokens"] - row["num_sampled_tokens"] for row in rows])
         ),
-        stages=_stages(spans),
+        stages=_stages(spans, speed, between_gradients),
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
-        speeds={
-            name: float(np.mean(speed.mean(*np.array([(s.begin, s.end) for s in spans if s.name == name], float).T)))
+        shares_alone={
+            name: float(np.sum(_alone(name, spans, speed)))
+            / (sum(s.end - s.begin for s in as_traced if s.name == name) or 1.0)
             for name in {s.name for s in spans} & _SLOWED
         },
     )
 
 
-def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores: int | None) -> OverTime:
+def _speed(
+    requests: OverTime, spans: Sequence[Span], config: Config, num_cores: int | None, between_gradients: Collection[str]
+) -> OverTime:
     """1 over the slowdown of all that computes on a shared machine, see ``simulator.shared_machine``; 1 on devices."""
     if num_cores is None:
         return OverTime(np.zeros(1), np.ones(1))
@@ -162,12 +174,39 @@ def _speed(requests: OverTime, spans: Sequence[Span], config: Config, num_cores:
 
     computing = (
         ((requests, within("pause")), config.engine.num_engines * ENGINE_CORES),  # they load as they sample
-        ((within("forward_backward", "optimizer_step", "gather"),), TRAINING_CORES),
+        ((spans_over_time(s for s in spans if _is_on_policy_workers(s, between_gradients)),), TRAINING_CORES),
         ((within("send", "stage"),), PUBLISH_CORES),
     )
     times = np.unique(np.concatenate([one.times for parts, _ in computing for one in parts]))
     wanted = sum(cores * np.minimum(1.0, sum(one.since(times) for one in parts)) for parts, cores in computing)
     return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
+
+
+def _alone(name: str, spans: Iterable[Span], speed: OverTime) -> Floats:
+    """What each span of this name would have taken alone."""
+    begin, end = np.array([(span.begin, span.end) for span in spans if span.name == name], float).T
+    return (end - begin) * speed.mean(begin, end)
+
+
+def _served(spans: Iterable[Span], between_gradients: Collection[str]) -> list[Span]:
+    """The spans; those of the policy's workers, which serve one call after another, begin where their turn came."""
+    found, free = list[Span](), -math.inf
+    for span in sorted(spans, key=lambda span: span.end):
+        if _is_on_policy_workers(span, between_gradients):
+            begin, free = max(span.begin, free), span.end
+            span = replace(span, begin=begin)
+        found.append(span)
+    return found
+
+
+def _is_on_policy_workers(span: Span, between_gradients: Collection[str]) -> bool:
+    return span.name in ("forward_backward", "optimizer_step", "gather") or _stage_of(span) in between_gradients
+
+
+def _stage_of(span: Span) -> str | None:
+    """The stage between the reward and training that works in this span."""
+    stage = span.track.removeprefix("stages/")
+    return stage if stage in _STAGES and not span.name.startswith("waiting for") else None
 
 
 def _idle_update(spans: Sequence[Span]) -> dict[str, float]:
@@ -227,11 +266,15 @@ def _gradients(rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: 
     return Gradients(step=columns[0].astype(np.int64), num_tokens=columns[1], seconds=columns[2], speed=columns[3])
 
 
-def _stages(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds per group of each stage that a run may have between the reward and training."""
-    seconds: dict[str, list[float]] = defaultdict(list)
+def _stages(spans: Iterable[Span], speed: OverTime, between_gradients: Collection[str]) -> dict[str, float]:
+    """Seconds per group of each stage that a run may have between the reward and training; alone, of those between gradients."""
+    of_stages: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
-        stage = span.track.removeprefix("stages/")
-        if stage in ("ref_logp", "logp", "teacher_logp", "values") and not span.name.startswith("waiting for"):
-            seconds[stage].append(span.end - span.begin)
-    return {stage: float(np.mean(found)) for stage, found in seconds.items()}
+        if (stage := _stage_of(span)) is not None:
+            of_stages[stage].append((span.begin, span.end))
+    found = {}
+    for stage, times in of_stages.items():
+        begin, end = np.array(times).T
+        shares = speed.mean(begin, end) if stage in between_gradients else np.ones(len(begin))
+        found[stage] = float(np.mean((end - begin) * shares))
+    return found

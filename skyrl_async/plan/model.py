@@ -12,7 +12,7 @@ prefill from tokens badly: the longer a call, the more of both are in it.
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.plan.calls import Floats
 from skyrl_async.plan.measured import Measured
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from skyrl_async.simulator.models import Turn
+from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.run import SimulationSettings
 from skyrl_async.types import PauseMode
 
@@ -47,8 +47,7 @@ class Model:
 
     config: Config
     """Of the run that was measured, or described."""
-    samples: tuple[tuple[tuple[Turn, ...], ...], ...]
-    """By group, the turns of each sample."""
+    groups: tuple[KnownGroup, ...]
     call_seconds: float = 0.0
     """Of each request, besides its tokens."""
     token_seconds: float
@@ -94,14 +93,14 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         return float(np.mean([steps[number].get(name, 0.0) for number in drawn]))
 
     def alone(name: str) -> float:
-        return run.speeds.get(name, 1.0) * mean(f"timing/{name}")
+        return run.shares_alone.get(name, 1.0) * mean(f"timing/{name}")
 
-    groups = range(len(run.samples)) if rng is None else rng.choice(len(run.samples), len(run.samples))
+    groups = range(len(run.groups)) if rng is None else rng.choice(len(run.groups), len(run.groups))
     call, token, per_request, prefill, update = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
         config=run.config,
-        samples=tuple(run.samples[number] for number in groups),
+        groups=tuple(run.groups[number] for number in groups),
         call_seconds=call,
         token_seconds=token,
         token_seconds_per_request=per_request,
@@ -111,10 +110,10 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         shared_cores=run.shared_cores,
         unsampled_tokens=run.unsampled_tokens,
         step_seconds=alone("optimizer_step")
-        + run.speeds.get("optimizer_step", 1.0) * max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
+        + run.shares_alone.get("optimizer_step", 1.0) * max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
-        stage_seconds=run.speeds.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
+        stage_seconds=run.shares_alone.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
         pause_seconds=alone("pause") + update,
         idle_stage_seconds=run.idle_update.get("stage"),
         idle_pause_seconds=run.idle_update.get("pause"),
@@ -208,11 +207,16 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
     data_parallel = measured.training.num_workers / config.training.num_workers
     token_seconds = max(_FASTEST, model.token_seconds * tensor_parallel)
     per_request = model.token_seconds_per_request * tensor_parallel
-    samples = model.samples
+    groups = model.groups
     if lengths != 1:
-        samples = tuple(
-            tuple(tuple((max(1, round(n * lengths)), seconds) for n, seconds in turns) for turns in group)
-            for group in samples
+        groups = tuple(
+            replace(
+                group,
+                samples=tuple(
+                    tuple((max(1, round(n * lengths)), seconds) for n, seconds in turns) for turns in group.samples
+                ),
+            )
+            for group in groups
         )
     return SimulationSettings(
         mini_batch_size=trainer.policy_mini_batch_size,
@@ -226,13 +230,14 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         num_prompts=4096,
         num_workers=trainer.max_concurrent_generation_groups(config.num_group_places),
         count_buffered_as_in_flight=trainer.count_buffered_as_in_flight,
+        sample_full_batch=trainer.fully_async.sample_full_batch,
         num_engines=config.engine.num_engines,
         oldest_weight=config.engine.oldest_request_weight,
         tokens_per_second=1 / token_seconds,
         half_speed_requests=token_seconds / per_request if per_request else 1e12,
         max_num_seqs=config.engine.max_num_seqs,
         prefill_seconds=model.prefill_seconds * tensor_parallel,
-        known_samples=samples,
+        known_groups=groups,
         call_seconds=model.call_seconds,
         shared_cores=model.shared_cores,
         block_tokens=1024,

@@ -118,9 +118,10 @@ class _SharedSpeed:
         self._prefill_left += prefill_seconds
         # Where the engine is when the call's prompt is computed.
         call.started = self._progress + self._prefill_left * self._prefilling_tokens_per_second
-        if call.woken is not None:
+        self._note_computing()
+        if call.woken is not None:  # else it is about to wait, or to end, which sets the timer
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
-        self._changed()
+            self._set_timer()
 
     def restart_prefill(self, seconds: float) -> None:
         """No call progresses for so long; what was left of earlier prefills is void."""
@@ -132,13 +133,15 @@ class _SharedSpeed:
         """A call that ran has ended."""
         self._advance()
         self.num_running -= 1
-        self._changed()
+        self._note_computing()
+        self._set_timer()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
         self._advance()
         self.is_paused = is_paused
-        self._changed()
+        self._note_computing()
+        self._set_timer()
 
     async def wait_for(self, call: _Call, num_tokens: int) -> None:
         """Return when the call has got ``num_tokens`` in all, or is woken."""
@@ -175,12 +178,11 @@ class _SharedSpeed:
             self._progress += (now - self._moved_at - prefilling) * self._rate()
         self._moved_at = now
 
-    def _changed(self) -> None:
-        """The engine has begun or ended to compute, or does so at another speed."""
+    def _note_computing(self) -> None:
+        """The engine may have begun or ended to compute."""
         if self._machine is not None:
             is_computing = self.num_running > 0 and not self.is_paused
             self._machine.set_computing(self._name, is_computing, ENGINE_CORES)
-        self._set_timer()
 
     def _machine_changes(self) -> None:
         self._advance()

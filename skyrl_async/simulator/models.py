@@ -5,8 +5,9 @@ For tests of the real loop, and for planning capacity; the modelled engine is in
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,16 @@ from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_sampl
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.simulator.shared_machine import PUBLISH_CORES, TRAINING_CORES, SharedMachine, computing
-from skyrl_async.types import FinishReason, Group, LogprobModel, RowLogprobs, Trajectory, WeightUpdate
+from skyrl_async.types import (
+    Completion,
+    FinishReason,
+    Group,
+    LogprobModel,
+    RowLogprobs,
+    SamplingParams,
+    Trajectory,
+    WeightUpdate,
+)
 
 __all__ = ["ModelledEngine", "ModelledGenerator", "ModelledPolicy"]
 
@@ -44,25 +54,28 @@ class ModelledPolicy:
     steps: list[list[tuple[Trajectory, ...]]] = field(default_factory=lambda: [[]], init=False)
     """Rows of each step, the one that is accumulated last."""
     num_restarts: int = field(default=0, init=False)
+    _workers: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def forward_backward(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> dict[str, float]:
         """Take time in proportion to the rows' tokens, also where they are masked: what follows them needs them."""
         num_tokens = sum(self.prompt_tokens + len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        await self._compute(self.seconds_per_group + num_tokens * self.seconds_per_token)
+        await self.compute(self.seconds_per_group + num_tokens * self.seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
         return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
 
     async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Take the step's time."""
-        await self._compute(self.step_seconds)
+        await self.compute(self.step_seconds)
         self.steps.append([])
         return {"grad_norm": 1.0, "lr": 1.0}
 
-    async def _compute(self, seconds: float) -> None:
-        with computing(self.machine, "training", TRAINING_CORES) as slowdown:
-            await asyncio.sleep(slowdown * seconds)
+    async def compute(self, seconds: float) -> None:
+        """Take the workers' time: one call after another, in the order in which they are asked."""
+        async with self._workers:
+            with computing(self.machine, "training", TRAINING_CORES) as slowdown:
+                await asyncio.sleep(slowdown * seconds)
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """What a modelled engine says: -1 everywhere."""
@@ -71,13 +84,13 @@ class ModelledPolicy:
     async def logprobs_of(self, trajectories: Sequence[Trajectory], model: LogprobModel) -> RowLogprobs:
         """The same, in a third of the time of forward and backward."""
         num_tokens = sum(len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        await asyncio.sleep(num_tokens * self.seconds_per_token / 3)
+        await self.compute(num_tokens * self.seconds_per_token / 3)
         values = tuple(-t.loss_mask.astype(np.float32) for t in trajectories)
         return RowLogprobs(values=values, version=0 if model is LogprobModel.REF else len(self.steps) - 1)
 
     async def gather_weights(self, version: int) -> int:
         """Take the gather's time; there are no tensors."""
-        await self._compute(self.gather_seconds)
+        await self.compute(self.gather_seconds)
         return 0
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
@@ -107,74 +120,90 @@ Turn = tuple[int, float]
 """Tokens of a reply, and the seconds that its environment takes after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class KnownGroup:
+    """The samples of a prompt."""
+
+    samples: tuple[tuple[Turn, ...], ...]
+    """The turns of each."""
+    is_filtered: bool = False
+    """Whether all have the same reward, so that dynamic sampling filters the group."""
+
+
 class ModelledGenerator:
     """A ``Generator`` over any sampler; the prompt's tokens are its uid's digits, rewards alternate.
 
     Args:
         sampler: usually the real ``InferenceEngineClient`` over modelled engines.
-        samples: by prompt, samples, each a list of turns: a prompt gets one of the lists, since answers to one prompt are alike, and its
-            group each of the list's samples as often as the others. Engines must have more tokens than these. Empty: one turn as long
-            as the engine makes it.
+        groups: a prompt gets one of these, since answers to one prompt are alike, and its group each of its samples as often as the
+            others. Engines must have more tokens than these. Empty: one turn as long as the engine makes it.
         call_seconds: what every call of an engine takes besides the engine.
     """
 
-    def __init__(
-        self, sampler: Sampler, samples: Sequence[Sequence[Sequence[Turn]]] = (), call_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, sampler: Sampler, groups: Sequence[KnownGroup] = (), call_seconds: float = 0.0) -> None:
         self._sampler = sampler
-        self._samples = samples
+        self._groups = groups
         self._call_seconds = call_seconds
+        self._sampling: dict[int, SamplingParams] = {}
+        """By length."""
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """One completion per sample, each with a seed of its own."""
-        rng = random.Random(request.seed)
-        seeds = [rng.getrandbits(31) for _ in range(request.num_samples)]
-        return await run_samples(
-            request,
-            "sample",
-            lambda index: self._one(request, index, seeds[index]),
-            lambda row: (row,),
-            lambda rows: rows[0],
-        )
+        """One sample each."""
+        rng, prompt = random.Random(request.seed), token_ids([ord(c) for c in request.prompt.uid])
+        play: Callable[[int], Awaitable[Trajectory]]
+        if self._groups:
+            known = random.Random(request.prompt.uid).choice(self._groups)
+            first = rng.randrange(len(known.samples))
+            play = partial(self._known, request, prompt, known, first)
+        else:
+            play = partial(self._unknown, request, prompt, [rng.getrandbits(31) for _ in range(request.num_samples)])
+        return await run_samples(request, "sample", play, lambda row: (row,), lambda rows: rows[0])
 
-    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+    async def _known(
+        self, request: GroupRequest, prompt: TokenIds, known: KnownGroup, first: int, index: int
+    ) -> Trajectory:
+        completions = []
+        for num_tokens, environment_seconds in known.samples[(first + index) % len(known.samples)]:
+            if num_tokens not in self._sampling:
+                self._sampling[num_tokens] = replace(request.sampling, max_tokens=num_tokens)
+            sampling = self._sampling[num_tokens]
+            completions.append(await self._sampler.generate_tokens(prompt, sampling, priority=request.priority))
+            if seconds := environment_seconds + self._call_seconds:
+                await asyncio.sleep(seconds)
+        return _row(prompt, completions, reward=0.0 if known.is_filtered else float(index % 2))
+
+    async def _unknown(self, request: GroupRequest, prompt: TokenIds, seeds: Sequence[int], index: int) -> Trajectory:
+        """One completion with a seed of its own."""
         saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
-        prompt = token_ids([ord(c) for c in request.prompt.uid])
-        sampling = replace(request.sampling, seed=seed)
-        completions = []
-        for num_tokens, environment_seconds in self._turns(request, index):
-            completions.append(
-                await self._sampler.generate_tokens(
-                    prompt,
-                    sampling if num_tokens is None else replace(sampling, max_tokens=num_tokens),
-                    priority=request.priority,
-                    generation=None if request.is_evaluation or self._samples else state.generation,
-                )
-            )
-            if environment_seconds:
-                await asyncio.sleep(environment_seconds)
-        tokens = np.concatenate([one.token_ids for one in completions])
-        return Trajectory(
-            prompt_token_ids=prompt,
-            response_token_ids=tokens,
-            loss_mask=np.ones(len(tokens), np.bool_),
-            logprobs=np.concatenate([one.logprobs for one in completions]),
-            versions=VersionSpans.joined([one.versions for one in completions]),
-            reward=float(index % 2),
-            is_truncated=not self._samples and completions[-1].finish_reason is FinishReason.LENGTH,
-            num_aborts=sum(one.num_aborts for one in completions),
+        completion = await self._sampler.generate_tokens(
+            prompt,
+            replace(request.sampling, seed=seeds[index]),
+            priority=request.priority,
+            generation=None if request.is_evaluation else state.generation,
         )
+        if self._call_seconds:
+            await asyncio.sleep(self._call_seconds)
+        is_truncated = completion.finish_reason is FinishReason.LENGTH
+        return _row(prompt, [completion], reward=float(index % 2), is_truncated=is_truncated)
 
-    def _turns(self, request: GroupRequest, index: int) -> Sequence[tuple[int | None, float]]:
-        """Tokens, None for as many as the engine makes, and seconds after them."""
-        if not self._samples:
-            return [(None, self._call_seconds)]
-        of_prompt = random.Random(request.prompt.uid).choice(self._samples)
-        turns = of_prompt[(random.Random(request.seed).randrange(len(of_prompt)) + index) % len(of_prompt)]
-        return [(num_tokens, seconds + self._call_seconds) for num_tokens, seconds in turns]
+
+def _row(
+    prompt: TokenIds, completions: Sequence[Completion], *, reward: float, is_truncated: bool = False
+) -> Trajectory:
+    tokens = np.concatenate([one.token_ids for one in completions])
+    return Trajectory(
+        prompt_token_ids=prompt,
+        response_token_ids=tokens,
+        loss_mask=np.ones(len(tokens), np.bool_),
+        logprobs=np.concatenate([one.logprobs for one in completions]),
+        versions=VersionSpans.joined([one.versions for one in completions]),
+        reward=reward,
+        is_truncated=is_truncated,
+        num_aborts=sum(one.num_aborts for one in completions),
+    )
 
 
 def _write_empty_file(path: Path) -> None:

@@ -33,7 +33,7 @@ from skyrl_async.rollout.generator import Generator
 from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
-from skyrl_async.simulator.models import ModelledEngine, ModelledGenerator, ModelledPolicy, Turn
+from skyrl_async.simulator.models import KnownGroup, ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.shared_machine import SharedMachine
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import PauseMode, Prompt
@@ -68,8 +68,8 @@ class SimulationSettings:
     """Most requests that run in an engine at a time; None: all."""
     prefill_seconds: float = 0.0
     """Of each request, also one that is continued; see ``ModelledEngine``."""
-    known_samples: tuple[tuple[tuple[Turn, ...], ...], ...] = ()
-    """Samples to draw from, by prompt, in place of lognormal lengths; see ``ModelledGenerator``."""
+    known_groups: tuple[KnownGroup, ...] = ()
+    """Groups to draw from in place of lognormal lengths; see ``ModelledGenerator``."""
     call_seconds: float = 0.0
     """What every call of an engine takes besides the engine."""
     shared_cores: int | None = None
@@ -142,8 +142,8 @@ class SimulationSettings:
     @property
     def max_tokens(self) -> int:
         """Longest length, in tokens."""
-        if self.known_samples:
-            return max(num_tokens for of_prompt in self.known_samples for turns in of_prompt for num_tokens, _ in turns)
+        if self.known_groups:
+            return max(num_tokens for group in self.known_groups for turns in group.samples for num_tokens, _ in turns)
         return round(self.longest_over_mean * self.mean_tokens)
 
 
@@ -159,6 +159,10 @@ def lognormal_length(
         return max(1, min(round(drawn), longest))
 
     return length
+
+
+def _as_long_as_asked(prompt: tuple[int, ...], request_seed: int | None) -> int:
+    return sys.maxsize
 
 
 class Simulation:
@@ -202,8 +206,8 @@ class Simulation:
         questions = [({"role": "user", "content": str(i)},) for i in range(settings.num_prompts)]
         prompts = tuple(Prompt(uid=f"p{i}", messages=q, env_class="modelled") for i, q in enumerate(questions))
         length = lognormal_length(settings.mean_tokens, settings.sigma, settings.seed, settings.longest_over_mean)
-        if settings.known_samples:  # the generator says how long
-            length = lognormal_length(sys.maxsize, 0.0, settings.seed, 1)
+        if settings.known_groups:
+            length = _as_long_as_asked
         machine = None if settings.shared_cores is None else SharedMachine(settings.shared_cores)
         self.engines = [
             from_section(ModelledEngine, settings, name=f"engine-{i}", num_tokens_of=length, machine=machine)
@@ -225,7 +229,7 @@ class Simulation:
             client=self.client,
             generator=generator_over(self.client)
             if generator_over
-            else ModelledGenerator(self.client, settings.known_samples, settings.call_seconds),
+            else ModelledGenerator(self.client, settings.known_groups, settings.call_seconds),
             policy=self.policy,
             device_groups=self.device_groups,
             publisher=self.publisher,

@@ -48,7 +48,7 @@ def needed_stages(config: Config) -> frozenset[str]:
     return frozenset({"generate", *stage_sizes(config)})
 
 
-def _on_policy_workers(config: Config) -> list[str]:
+def on_policy_workers(config: Config) -> list[str]:
     """Which of ``ref`` and ``logp`` the policy workers compute: what is asked for and has no workers of its own."""
     algorithm = config.trainer.algorithm
     asked = {
@@ -66,7 +66,7 @@ def device_plan(config: Config, num_available: int) -> DevicePlan | None:
         config.placement,
         sizes=stage_sizes(config),
         needed=needed_stages(config),
-        on_policy_workers=_on_policy_workers(config),
+        on_policy_workers=on_policy_workers(config),
         unit=device_unit(config),
         num_available=num_available,
     )
@@ -176,7 +176,7 @@ def _group_rules(config: Config) -> Iterator[str]:
 
 def _home_rules(config: Config) -> Iterator[str]:
     """What the policy workers compute is computed on their devices."""
-    for stage in _on_policy_workers(config):
+    for stage in on_policy_workers(config):
         for group in config.placement.groups or []:
             if stage in group and "policy" not in group:
                 yield (

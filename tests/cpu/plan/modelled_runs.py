@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,24 @@ from skyrl_async.config.load import changed, to_yaml
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.files import DIRECTORY
 from skyrl_async.record.sample_record import SampleRecord
+from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.simulator.clock import run_in_virtual_time
+from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings, _config
 
 
 def recorded(
-    settings: SimulationSettings, run_dir: Path, edit: Callable[[dict[str, Any]], object] = lambda row: None
+    settings: SimulationSettings,
+    run_dir: Path,
+    edit: Callable[[dict[str, Any]], object] = lambda row: None,
+    prepare_with: Callable[[ModelledPolicy], Mapping[str, Prepare]] = lambda policy: {},
 ) -> list[dict[str, float]]:
     """Run ``settings`` and write config.yaml, metrics.jsonl, samples/ and trace/. ``edit`` changes each step's row. Returns the rows."""
 
     async def main() -> list[dict[str, Any]]:
         trace = Trace(run_dir / "trace", asyncio.get_running_loop().time)
         record = SampleRecord(run_dir / DIRECTORY)
-        simulation = Simulation(settings, trace=trace, record=record)
+        simulation = Simulation(settings, trace=trace, record=record, prepare_with=prepare_with)
         await simulation.run()
         trace.close()
         record.close()

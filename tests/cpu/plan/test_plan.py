@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.config.load import changed, from_overrides, to_yaml
+from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
-from skyrl_async.plan.calls import Samples, turns_by_group, waiting_seconds
+from skyrl_async.plan.calls import Samples, groups_of, waiting_seconds
 from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, _simulated, config_of
@@ -31,20 +33,24 @@ from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
 from skyrl_async.plan.report import devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import Turn
+from skyrl_async.simulator.models import KnownGroup, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
+from skyrl_async.types import Group
 from tests.cpu.plan.modelled_runs import recorded
 
 ROOT = Path(__file__).parents[3]
 
 
-def known_samples(
-    seed: int = 0, seconds: Callable[[int], float] = lambda group: 0.0
-) -> tuple[tuple[tuple[Turn, ...], ...], ...]:
-    """Answers of 10 to 230 tokens; those to one prompt are alike."""
+def known_groups(
+    seed: int = 0, seconds: Callable[[int], float] = lambda group: 0.0, num_filtered: int = 0
+) -> tuple[KnownGroup, ...]:
+    """60 of answers of 10 to 230 tokens; those to one prompt are alike."""
     rng = random.Random(seed)
     means = [rng.randrange(10, 200) for _ in range(60)]
-    return tuple(tuple(((mean + rng.randrange(30), seconds(i)),) for _ in range(6)) for i, mean in enumerate(means))
+    return tuple(
+        KnownGroup(tuple(((mean + rng.randrange(30), seconds(i)),) for _ in range(6)), i < num_filtered)
+        for i, mean in enumerate(means)
+    )
 
 
 PLANTED = SimulationSettings(
@@ -60,7 +66,7 @@ PLANTED = SimulationSettings(
     max_num_seqs=64,
     prefill_seconds=0.002,
     call_seconds=0.05,
-    known_samples=known_samples(),
+    known_groups=known_groups(),
     seconds_per_token=2e-4,
     seconds_per_group=0.01,
     step_seconds=0.05,
@@ -133,14 +139,16 @@ def test_what_engines_say_of_their_iterations_counts_more_than_the_calls(tmp_pat
     assert found.prefill_seconds == pytest.approx(slowdown * 0.0001 * 101 / 4, rel=0.05)
 
 
-DOUBLED = tuple(tuple(tuple((2 * n, s) for n, s in turns) for turns in group) for group in PLANTED.known_samples)
+DOUBLED = tuple(
+    KnownGroup(tuple(tuple((2 * n, s) for n, s in turns) for turns in group.samples)) for group in PLANTED.known_groups
+)
 WHAT_IFS = (
     (WhatIf(), {}),
     (WhatIf(keys={"trainer.max_staleness_steps": 0}), {"max_staleness_steps": 0, "num_workers": 8}),
     (WhatIf(keys={"trainer.max_staleness_steps": 6}), {"max_staleness_steps": 6}),
     (WhatIf(keys={"engine.num_engines": 3}), {"num_engines": 3}),
     (WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.allow}), {"staleness_policy": "allow"}),
-    (WhatIf(lengths=2.0), {"known_samples": DOUBLED}),
+    (WhatIf(lengths=2.0), {"known_groups": DOUBLED}),
 )
 
 
@@ -167,7 +175,7 @@ def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
     settings = replace(PLANTED, num_steps=None, stage_seconds=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MOST_STEPS, 5)
-        found = _simulated({}, settings)
+        found = _simulated({}, (), settings)
 
     async def main() -> list[float]:
         simulation = Simulation(replace(settings, num_steps=14))
@@ -195,9 +203,9 @@ def test_the_model_of_a_run_reproduces_it(forecasts: tuple[list[Forecast], Accur
 
 @pytest.mark.slow
 def test_the_model_of_a_run_whose_requests_wait_for_a_place_reproduces_it(tmp_path: Path) -> None:
-    one_is_long = tuple((((400, 0.0),), *(((20, 0.0),),) * 3) for _ in range(60))
+    one_is_long = (KnownGroup((((400, 0.0),), *(((20, 0.0),),) * 3)),) * 60
     many = {"num_workers": 40, "max_staleness_steps": 5, "max_num_seqs": 32, "prefill_seconds": 0.01}
-    recorded(replace(PLANTED, known_samples=one_is_long, load_seconds=0.2, **many), tmp_path)
+    recorded(replace(PLANTED, known_groups=one_is_long, load_seconds=0.2, **many), tmp_path)
     planner = Planner(measured(tmp_path), num_processes=1)
     planner.forecasts([])
     assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.05
@@ -212,7 +220,7 @@ def test_a_group_has_each_known_sample_of_its_prompt(run_dir: Path) -> None:
     lengths: dict[int, list[int]] = {}
     for row in read_samples(run_dir, ("admission_index", "num_sampled_tokens")).to_pylist():
         lengths.setdefault(row["admission_index"], []).append(row["num_sampled_tokens"])
-    known = [[turns[0][0] for turns in group] for group in PLANTED.known_samples]
+    known = [[turns[0][0] for turns in group.samples] for group in PLANTED.known_groups]
     for found in lengths.values():
         assert any(not Counter(found) - Counter(group) for group in known), found
 
@@ -273,7 +281,8 @@ def test_replies_are_placed_where_they_were_asked_for(run: Measured) -> None:
     nothing = {"asked_at": None, "engine_seconds": None, "start": 48, "end": 60}
     turns = [span | of_turn for span, of_turn in zip(spans, asked, strict=True)] + [nothing]
     row = {"turns": turns, "seconds": 8.0, "num_turns": 2, "num_sampled_tokens": 40, "admission_index": 5, "step": 1}
-    assert turns_by_group([row]) == ((((10, 1.0), (30, 4.0)),),)
+    row["outcome"] = "trained"
+    assert groups_of([row]) == (KnownGroup((((10, 1.0), (30, 4.0)),)),)
     samples = Samples([row], np.array([100.0]), (), run.config)
     assert (samples.begin.tolist(), samples.end.tolist()) == ([100.0, 103.0], [102.0, 104.0])
 
@@ -290,8 +299,8 @@ def test_lengths_that_drift_are_named(run: Measured) -> None:
 
 
 def test_environments_that_hang_are_named(tmp_path: Path) -> None:
-    hanging = known_samples(seconds=lambda group: 30.0 if group == 7 else 0.1)
-    recorded(replace(PLANTED, known_samples=hanging), tmp_path / "run")
+    hanging = known_groups(seconds=lambda group: 30.0 if group == 7 else 0.1)
+    recorded(replace(PLANTED, known_groups=hanging), tmp_path / "run")
     run = measured(tmp_path / "run")
     # The simulator's turns end with their environment, which its record does not tell apart: as the record of a real run would.
     environment = np.where(run.calls.seconds > 25, 30.0, 0.1)
@@ -394,10 +403,43 @@ def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys:
     assert part.name in capsys.readouterr().err
 
 
-def test_groups_that_are_filtered_are_named(tmp_path: Path) -> None:
-    recorded(PLANTED, tmp_path, edit=lambda row: row.update({"generate/filtered_frac": 0.5}))
-    (said,) = findings(measured(tmp_path))
-    assert said.startswith("50% of the groups were filtered")
+def reproduced(run: Measured, monkeypatch: pytest.MonkeyPatch) -> float:
+    """By how much the model of a run is wrong about it."""
+    monkeypatch.setattr(MOST_STEPS, 20)
+    planner = Planner(run, num_processes=1)
+    planner.forecasts([])
+    assert planner.accuracy is not None
+    return planner.accuracy.error
+
+
+def test_groups_that_are_filtered_are_generated_and_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(replace(PLANTED, known_groups=known_groups(num_filtered=36), sample_full_batch=True), tmp_path)
+    run = measured(tmp_path)
+    assert 0.5 < fmean(group.is_filtered for group in run.groups) < 0.7
+    assert findings(run) == [] and abs(reproduced(run, monkeypatch)) < 0.1
+
+
+def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def old_logprobs(policy: ModelledPolicy, group: Group) -> Group:
+        await policy.compute(0.15)
+        return group
+
+    recorded(
+        replace(PLANTED, algorithm=AlgorithmConfig(policy_loss_type="decoupled_ppo")),
+        tmp_path,
+        prepare_with=lambda policy: {"logp": partial(old_logprobs, policy)},
+    )
+    run = measured(tmp_path)
+    found, tokens = fit(run), float(run.gradients.num_tokens.mean())
+    assert found.stages["logp"] == pytest.approx(0.15, rel=0.1)
+    assert found.group_seconds + tokens * found.gradient_seconds == pytest.approx(
+        PLANTED.seconds_per_group + tokens * PLANTED.seconds_per_token, rel=0.1
+    )
+    assert abs(reproduced(run, monkeypatch)) < 0.1
 
 
 def test_a_bound_is_asked_whatever_its_name_in_the_run() -> None:
@@ -487,5 +529,5 @@ def test_an_example_describes_a_cluster_that_holds_its_model(path: Path) -> None
         model.config.engine.num_engines * model.config.engine.tensor_parallel_size + model.config.training.num_workers
     )
     assert path.stem == f"cluster_{devices}"
-    lengths = [sum(n for n, _ in turns) for group in model.samples for turns in group]
+    lengths = [sum(n for n, _ in turns) for group in model.groups for turns in group.samples]
     assert math.isfinite(fmean(lengths)) and fmean(lengths) > 100
