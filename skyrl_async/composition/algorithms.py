@@ -3,18 +3,14 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator
 from skyrl_async.algorithms.distillation import Distillation
 from skyrl_async.algorithms.history import PromptRewards
-from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
-from skyrl_async.algorithms.losses import make_policy_loss
-from skyrl_async.algorithms.policy_losses import Mark
 from skyrl_async.algorithms.reward_shaping import RewardShape, penalise_overlong
 from skyrl_async.algorithms.settings import AdvantageConstants, Bounds, CorrectionSettings, LossConstants
 from skyrl_async.algorithms.step_advantages import StepAdvantages
-from skyrl_async.algorithms.trial import try_estimator, try_policy_loss, try_shape
 from skyrl_async.config.schema.algorithm import (
     AlgorithmConfig,
     DistillationConfig,
@@ -27,6 +23,10 @@ from skyrl_async.config.schema.algorithm import (
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.registries import POLICY_LOSSES, import_function
+
+if TYPE_CHECKING:
+    from skyrl_async.algorithms.kl import KlPenalty
+    from skyrl_async.algorithms.policy_losses import Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,9 @@ def check_algorithm(algorithm: AlgorithmConfig, *, has_lone_samples: bool = Fals
         algorithm: names both.
         has_lone_samples: the estimator may get groups of one sample.
     """
+    from skyrl_async.algorithms.losses import make_policy_loss
+    from skyrl_async.algorithms.trial import try_estimator, try_policy_loss
+
     try_estimator(algorithm.advantage_estimator, _estimator(algorithm), has_lone_samples=has_lone_samples)
     name = algorithm.policy_loss_type
     try_policy_loss(name, make_policy_loss(name, loss_constants(algorithm)), POLICY_LOSSES.entry(name))
@@ -97,7 +100,7 @@ def _distillation(config: DistillationConfig) -> Distillation | None:
     )
 
 
-def _mark(algorithm: AlgorithmConfig) -> Mark | None:
+def _mark(algorithm: AlgorithmConfig) -> "Mark | None":
     """Return what marks tokens for the policy loss; None where the loss needs no marks."""
     path = POLICY_LOSSES.entry(algorithm.policy_loss_type).marker
     if path is None:
@@ -107,7 +110,9 @@ def _mark(algorithm: AlgorithmConfig) -> Mark | None:
     )
 
 
-def _penalty(algorithm: AlgorithmConfig) -> KlPenalty:
+def _penalty(algorithm: AlgorithmConfig) -> "KlPenalty":
+    from skyrl_async.algorithms.kl import KL_ESTIMATORS, KlController, KlPenalty
+
     control = algorithm.kl_ctrl
     controller = KlController(
         coefficient=algorithm.kl_loss_coef,
@@ -156,6 +161,8 @@ def _bounds(low: float | None, high: float | None) -> Bounds | None:
 
 def check_reward_shaping(config: Config) -> None:
     """Try the user's reward shaping on a few numbers. Raises ``ConfigError`` when it cannot be imported or does not shape rewards."""
+    from skyrl_async.algorithms.trial import try_shape
+
     name = config.trainer.algorithm.reward_shaping
     if name is not None:
         try_shape(name, reward_shapes(config)[0])

@@ -32,8 +32,8 @@ _MOST_SAMPLES = 8_000
 """Most samples of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
 _LARGE_STEP = 2_000
 """Samples of a step from which on two replicates do."""
-_LEAST_STEPS, _MOST_STEPS = 4, 60
-"""Fewest and most steps that are measured; the last wave is measured whole."""
+_LEAST_STEPS, _MOST_STEPS = 4, 25
+"""Fewest and most steps that a replicate measures, a hundred in all; the last wave is measured whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

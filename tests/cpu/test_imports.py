@@ -177,6 +177,7 @@ def test_a_dependency_is_imported_only_by_the_files_about_it(dependency: str) ->
         "import skyrl_async.config.command_line",
         "import skyrl_async.metrics.tracker, skyrl_async.metrics.trace, skyrl_async.metrics.console",
         "import skyrl_async.rollout.staleness, skyrl_async.rollout.buffer, skyrl_async.data.dataloader",
+        "import skyrl_async.plan.__main__",
     ],
 )
 def test_light_modules_load_neither_torch_nor_ray_nor_vllm(statement: str) -> None:

@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
-from skyrl_async.inference.vllm.adapter import adapted_modules, supported_rank
 from skyrl_async.inference.vllm.load_counter import reporting_cores
 
 if TYPE_CHECKING:
@@ -156,6 +155,8 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
         "enable_logging_iteration_details": True,  # which nobody logs: each step says what was computed in it
     }
     if config.adapter_rank:
+        from skyrl_async.inference.vllm.adapter import adapted_modules, supported_rank
+
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,
