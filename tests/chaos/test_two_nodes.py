@@ -1,5 +1,6 @@
 """Two nodes of a Ray cluster, which one machine plays here: who maps what is published, who is sent it, and who is refused."""
 
+import asyncio
 import contextlib
 import re
 import time
@@ -16,16 +17,18 @@ from skyrl_async.composition.processes import Processes
 from skyrl_async.composition.publishing import make_broadcast
 from skyrl_async.composition.ray_cluster import ActorResources
 from skyrl_async.config.load import from_overrides
+from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.run import Config, WeightSyncConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, is_on_this_machine, start_ray_engines
+from skyrl_async.inference.fleet import Fleet
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.tasks import first_failure
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
-from skyrl_async.types import PauseMode
+from skyrl_async.types import PauseMode, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from tests.engine_checks import MAX_MODEL_LEN, make_policy
 
@@ -33,16 +36,23 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def nodes() -> AsyncIterator[list[str]]:
-    """Two nodes; this process is on the first."""
+async def cluster() -> AsyncIterator[Cluster]:
+    """One node, on which this process is."""
     import ray
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    other = cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
-    yield [ray.get_runtime_context().get_node_id(), other.node_id]
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def nodes(cluster: Cluster) -> AsyncIterator[list[str]]:
+    """Two nodes; this process is on the first."""
+    other = cluster.add_node(num_cpus=2)
+    yield [cluster.head_node.node_id, other.node_id]
+    cluster.remove_node(other)
 
 
 async def start(policy_dir: Path, name: str, node: str, root: Path) -> RayEngine:
@@ -142,3 +152,33 @@ async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_i
         assert [engine.name for engine in client.engines] == ["engine-0", "engine-1.1"]
         assert await publisher.verifier.verify_checksums(3) == checksum
         publisher.close()
+
+
+async def test_a_machine_that_joins_takes_an_engine_and_one_that_leaves_loses_no_request(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+
+    async def start(name: str) -> RayEngine:
+        (engine,) = await start_ray_engines(
+            [VLLMEngineConfig(name=name, policy_dir=str(policy_dir))], num_cpus=2.0, log_dir=tmp_path / "logs"
+        )
+        return engine
+
+    client = InferenceEngineClient([await start("engine-0")], max_model_len=MAX_MODEL_LEN, engine_wait_s=None)
+    fleet = Fleet(client, start=start, config=EngineConfig(max_restarts=0), say=lambda line: None)
+    async with fleet.supervising():
+        adding = asyncio.create_task(fleet.add_engine())
+        other = cluster.add_node(num_cpus=2)  # the first machine is full
+        assert await adding == "engine-1"
+        joined = next(engine for engine in client.engines if engine.name == "engine-1")
+        assert isinstance(joined, RayEngine) and joined.node_id == other.node_id
+        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+        answers = [asyncio.create_task(client.generate_tokens([5, 6, 7], sampling)) for _ in range(8)]
+        while not client.pool.statistics()["min_running_requests"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        cluster.remove_node(other, allow_graceful=False)
+        found = await asyncio.gather(*answers)
+        assert [len(one.token_ids) for one in found] == [400] * 8
+        assert any(one.engines == ("engine-1", "engine-0") for one in found)
+        assert [engine.name for engine in client.engines] == ["engine-0"]
