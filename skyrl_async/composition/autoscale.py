@@ -21,6 +21,7 @@ from typing import Any
 
 from skyrl_async.config.schema.engine import Autoscale, EngineConfig
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
+from skyrl_async.inference.engine_life import EngineState
 from skyrl_async.inference.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -85,10 +86,12 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
     while True:
         await asyncio.sleep(config.autoscale_interval_s)
         num_engines = len(fleet.client.engines)
-        allowed = range(config.min_engines or 1, (config.max_engines or config.num_engines) + 1)
-        asked = [
-            number for number in range(num_engines - 1, num_engines + 2) if number == num_engines or number in allowed
-        ]
+        num_places = sum(row["state"] != EngineState.given_up.value for row in fleet.rows())  # some may be restarting
+        asked = [num_engines]
+        if num_engines > (config.min_engines or 1):
+            asked.insert(0, num_engines - 1)
+        if num_places < (config.max_engines or config.num_engines):
+            asked.append(num_engines + 1)
         before, last = last, 0
         try:
             steps = await plan(run_dir, asked)

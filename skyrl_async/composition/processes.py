@@ -93,6 +93,7 @@ class Processes:
         self._served = self.initial
         self._lives = {f"engine-{i}": EngineLife(self.config.engine) for i in range(self.config.engine.num_engines)}
         """A restart while an engine boots counts as one while it serves."""
+        self._boot_lock = asyncio.Lock()
 
     async def engines_and_policy(self, num_steps: int) -> tuple[Sequence[InferenceEngine], RecoveringPolicy]:
         """Boot the engines while the policy is warmed up and its workers load it; ``num_steps`` are those of the whole run.
@@ -249,6 +250,7 @@ class Processes:
             start_timeout_s=engine.start_timeout_s,
             log_dir=self.run_dir / "logs",
             lives=lives,
+            boot_lock=self._boot_lock,
         )
 
     async def _start_policy(self, trained: Callable[[], Awaitable[Path]], num_steps: int) -> RecoveringPolicy:

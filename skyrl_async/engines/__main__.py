@@ -14,7 +14,7 @@ import json
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ def ask(run_dir: Path, **request: Any) -> list[dict[str, Any]]:
         ConfigError: nobody answers for such a run on this machine.
         InferenceError: the run refused, or could not do it.
     """
+    with _sent(run_dir, request) as connection:
+        return _answer(run_dir, connection)
+
+
+def _sent(run_dir: Path, request: dict[str, Any]) -> socket.socket:
+    """A connection over which the request was sent. Raises ``ConfigError``, as ``ask``."""
     path = run_dir / CONTROL_FILE
     try:
         place = json.loads(path.read_text())
@@ -40,16 +46,22 @@ def ask(run_dir: Path, **request: Any) -> list[dict[str, Any]]:
         ) from error
     if place["host"] != socket.gethostname():
         raise ConfigError(f"the trainer of {run_dir} is on {place['host']}, this is {socket.gethostname()}: ask there")
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(place["socket"])
-        except OSError as error:
-            raise ConfigError(
-                f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {place['pid']}, was killed"
-            ) from error
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        with connection.makefile() as answers:
-            line = answers.readline()
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(place["socket"])
+    except OSError as error:
+        connection.close()
+        raise ConfigError(
+            f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {place['pid']}, was killed"
+        ) from error
+    connection.sendall(json.dumps(request).encode() + b"\n")
+    return connection
+
+
+def _answer(run_dir: Path, connection: socket.socket) -> list[dict[str, Any]]:
+    """The engines after a request. Raises ``InferenceError``, as ``ask``."""
+    with connection.makefile() as answers:
+        line = answers.readline()
     if not line:
         raise InferenceError(f"{run_dir} ended before it answered")
     answer = json.loads(line)
@@ -58,20 +70,23 @@ def ask(run_dir: Path, **request: Any) -> list[dict[str, Any]]:
     return list(answer["engines"])
 
 
-def _add(run_dir: Path, num_engines: int) -> None:
-    """Add engines side by side, and say when each serves. Raises what ``ask`` raises, once all of them serve or have failed."""
-    started = time.monotonic()
-    named = {engine["serving"] for engine in ask(run_dir, action="list")} | {None}
-    with ThreadPoolExecutor(num_engines) as threads:
-        added = [threads.submit(ask, run_dir, action="add") for _ in range(num_engines)]
-        for one in as_completed(added):
-            if one.exception() is None:
-                new = {engine["serving"] for engine in one.result()} - named
-                named |= new
-                for name in sorted(new):
-                    sys.stderr.write(f"{name} serves, after {time.monotonic() - started:.0f} s\n")
-    for one in added:
-        one.result()
+def _add(run_dir: Path, num_engines: int) -> bool:
+    """Add engines side by side, and say of each when it serves or why it does not. Returns whether all serve."""
+    started, num_added = time.monotonic(), 0
+    known = {engine["name"] for engine in ask(run_dir, action="list")}
+    with ExitStack() as stack:
+        for connection in [stack.enter_context(_sent(run_dir, {"action": "add"})) for _ in range(num_engines)]:
+            try:
+                engines = _answer(run_dir, connection)
+            except InferenceError as error:
+                sys.stderr.write(f"error: {error}\n")
+                continue
+            num_added += 1
+            new = {engine["name"] for engine in engines if engine["serving"]} - known
+            known |= new
+            for name in sorted(new):
+                sys.stderr.write(f"{name} serves, after {time.monotonic() - started:.0f} s\n")
+    return num_added == num_engines
 
 
 def table(engines: list[dict[str, Any]]) -> str:
@@ -101,16 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     if given.action == "add" and not ((given.what or "1").isdecimal() and int(given.what or 1)):
         parser.error(f"add takes a number of engines >= 1, got {given.what!r}")
     try:
-        if given.action == "add":
-            _add(given.run, int(given.what or 1))
-        elif given.action == "remove":
-            ask(given.run, action="remove", name=given.what)
-        engines = ask(given.run, action="list")
+        is_done = _add(given.run, int(given.what or 1)) if given.action == "add" else True
+        engines = ask(given.run, action="remove" if given.action == "remove" else "list", name=given.what)
     except (ConfigError, InferenceError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     sys.stdout.write(f"{json.dumps(engines, indent=1) if given.json else table(engines)}\n")
-    return 0
+    return 0 if is_done else 1
 
 
 if __name__ == "__main__":

@@ -90,10 +90,7 @@ def _plan(given: argparse.Namespace) -> None:
     for what_if in what_ifs:
         _check(known, what_if)
     if given.budget is not None:
-        free = [replace(one, keys={k: v for k, v in one.keys.items() if k not in _SPLIT}) for one in what_ifs[1:]]
-        for number, one in enumerate(free or [WhatIf()]):
-            if one not in free[:number]:
-                what_ifs += _splits(known, one, given.budget)
+        what_ifs += _splits(known, _asked(given), given.budget)
     planner = Planner(known, num_processes=given.processes)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating")
@@ -128,7 +125,8 @@ def _lines(
     lines += [table(asked), "", *sentences(asked, planner.config)]
     if splits:
         fastest = sorted(splits, key=lambda row: row.forecast.step_seconds)[:_MOST_SPLITS]
-        lines += ["", f"best split of {given.budget} devices: {name_of(fastest[0].what_if)}", table(fastest)]
+        shown = f", the fastest {_MOST_SPLITS} of {len(splits)}" if len(splits) > _MOST_SPLITS else ""
+        lines += ["", f"best split of {given.budget} devices{shown}: {name_of(fastest[0].what_if)}", table(fastest)]
     if any(
         key in row.what_if.keys
         for row in (*asked, *splits)
@@ -191,7 +189,23 @@ def _factor(word: str) -> float:
     return factor
 
 
-def _splits(known: Measured | Model, what_if: WhatIf, num_devices: int) -> list[WhatIf]:
+def _splits(known: Measured | Model, asked: Sequence[WhatIf], num_devices: int) -> list[WhatIf]:
+    """The splits of each what-if, whatever split it asks for. Raises ``ConfigError`` where none of them has one."""
+    free = [replace(one, keys={key: value for key, value in one.keys.items() if key not in _SPLIT}) for one in asked]
+    found: list[WhatIf] = []
+    refused: ConfigError | None = None
+    for number, one in enumerate(free):
+        if one not in free[:number]:
+            try:
+                found += _splits_of(known, one, num_devices)
+            except ConfigError as error:
+                refused = error
+    if refused is not None and not found:
+        raise refused
+    return found
+
+
+def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> list[WhatIf]:
     """``what_if`` with each power of two of training workers, and engines on what other workers leave, that hold the model."""
     config, asked = config_of(known.config, what_if), num_devices
     if config.placement.groups is not None:

@@ -90,16 +90,21 @@ def _replies(row: Mapping[str, Any]) -> list[_Reply]:
     ]
 
 
-def groups_of(rows: Iterable[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
+def groups_of(rows: Sequence[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
     """Turns of each sample; of replies that are known together only, equal shares."""
     groups: dict[tuple[int, bool], list[tuple[Turn, ...]]] = defaultdict(list)
+    newest = max(row["admission_index"] for row in rows if row["outcome"] != Outcome.FILTERED)
     for row in rows:
+        if row["admission_index"] > newest:
+            continue  # those beside it that are not filtered are still in the buffer
         turns: list[Turn] = []
         for reply in _replies(row):
             ends = [reply.num_tokens * turn // reply.num_turns for turn in range(reply.num_turns + 1)]
             turns += [(max(1, e - b), reply.environment_seconds / reply.num_turns) for b, e in pairwise(ends)]
         groups[row["admission_index"], row["outcome"] == Outcome.FILTERED].append(tuple(turns))
-    return tuple(KnownGroup(tuple(samples), is_filtered) for (_, is_filtered), samples in groups.items())
+    return tuple(
+        KnownGroup(samples=tuple(samples), is_filtered=is_filtered) for (_, is_filtered), samples in groups.items()
+    )
 
 
 class OverTime:

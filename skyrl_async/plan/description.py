@@ -170,4 +170,4 @@ def _drawn(lengths: Lengths, group_size: int) -> tuple[KnownGroup, ...]:
         turn = (max(1, round(tokens / lengths.turns)), lengths.environment_seconds)
         return (turn,) * lengths.turns
 
-    return tuple(KnownGroup(tuple(sample() for _ in range(group_size))) for _ in range(_NUM_GROUPS))
+    return tuple(KnownGroup(samples=tuple(sample() for _ in range(group_size))) for _ in range(_NUM_GROUPS))

@@ -18,7 +18,7 @@ from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import BOUND_NAMES
 from skyrl_async.plan.measured import Measured, samples_per_step, stages_on_policy_workers
-from skyrl_async.plan.model import Model, fit, settings_of
+from skyrl_async.plan.model import Model, fit, settings_of, stage_seconds
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
@@ -121,12 +121,13 @@ class Planner:
         asked = [simplified(self.config, one) for one in what_ifs]
         unique: list[WhatIf] = [WhatIf()]
         unique += [one for number, one in enumerate(asked) if one not in (WhatIf(), *asked[:number])]
-        settings = [
-            replace(settings_of(model, config_of(model.config, what_if), lengths=what_if.lengths), seed=number)
-            for what_if in unique
-            for number, model in enumerate(self._models)
-        ]
-        found = self._simulate(settings, on_progress)
+        settings, stages = [], []
+        for what_if in unique:
+            for number, model in enumerate(self._models):
+                config = config_of(model.config, what_if)
+                settings.append(replace(settings_of(model, config, lengths=what_if.lengths), seed=number))
+                stages.append(stage_seconds(model, config, what_if.lengths))
+        found = self._simulate(settings, stages, on_progress)
         num = len(self._models)
         replicates = [found[i : i + num] for i in range(0, len(found), num)]
         if self._measured is not None:
@@ -135,18 +136,19 @@ class Planner:
         return [_joined(replicates[unique.index(one)], *errors) for one in asked]
 
     def _simulate(
-        self, settings: Sequence[SimulationSettings], on_progress: Callable[[int, int], object]
+        self,
+        settings: Sequence[SimulationSettings],
+        stages: Sequence[Mapping[str, float]],
+        on_progress: Callable[[int, int], object],
     ) -> "list[_Simulated]":
-        model = self._models[0]
-        simulate = partial(_simulated, model.stages, stages_on_policy_workers(model.config))
-        found = list[_Simulated]()
+        simulate, found = partial(_simulated, stages_on_policy_workers(self.config)), list[_Simulated]()
         with contextlib.ExitStack() as stack:
-            results: Iterable[_Simulated] = map(simulate, settings)
+            results: Iterable[_Simulated] = map(simulate, stages, settings)
             if self._num_processes > 1:
                 pool = ProcessPoolExecutor(
                     self._num_processes, mp_context=get_context("spawn"), initializer=raise_gc_thresholds
                 )
-                results = stack.enter_context(pool).map(simulate, settings)
+                results = stack.enter_context(pool).map(simulate, stages, settings)
             for done, one in enumerate(results, 1):
                 found.append(one)
                 on_progress(done, len(settings))
@@ -187,7 +189,7 @@ def _measured_steps(settings: SimulationSettings) -> tuple[int, int]:
 
 
 def _simulated(
-    stages: Mapping[str, float], on_policy_workers: Collection[str], settings: SimulationSettings
+    on_policy_workers: Collection[str], stages: Mapping[str, float], settings: SimulationSettings
 ) -> _Simulated:
     """Run the loop until enough steps are measured."""
     num_left_out, num_measured = _measured_steps(settings)
@@ -231,7 +233,7 @@ def _simulated(
     )
 
 
-async def _after(compute: Callable[[float], Awaitable[None]], seconds: float, group: Group) -> Group:
+async def _after(compute: Callable[[float], Awaitable[object]], seconds: float, group: Group) -> Group:
     await compute(seconds)
     return group
 

@@ -51,6 +51,8 @@ _COLUMNS = (
 _STAGES = ("ref_logp", "logp", "teacher_logp", "values")
 _SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
 """Spans that take longer while others take the cores."""
+_WITHOUT_WAITS = {"optimizer_step"}
+"""Of these, metrics leave out the wait for other calls of the policy's workers; ``timing/wait_for_devices`` has it."""
 _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
 
 
@@ -130,7 +132,7 @@ def measured(run_dir: Path) -> Measured:
     most = max(MIN_STEPS, min(_MOST_STEPS, _MAX_ROWS // samples_per_step(config)))
     steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
     as_traced, between_gradients = list(read_spans(run_dir)), stages_on_policy_workers(config)
-    spans = _served(as_traced, between_gradients) if between_gradients else as_traced
+    spans = _from_their_turn(as_traced, between_gradients) if between_gradients else as_traced
     rows = _rows(run_dir, steps[0]["step"])
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}
     rows = [row for row in rows if (row["uid"], row["scheduled_version"]) in begins]
@@ -155,8 +157,7 @@ def measured(run_dir: Path) -> Measured:
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
         shares_alone={
-            name: float(np.sum(_alone(name, spans, speed)))
-            / (sum(s.end - s.begin for s in as_traced if s.name == name) or 1.0)
+            name: _share_alone(name, spans, spans if name in _WITHOUT_WAITS else as_traced, speed)
             for name in {s.name for s in spans} & _SLOWED
         },
     )
@@ -182,13 +183,14 @@ def _speed(
     return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
 
 
-def _alone(name: str, spans: Iterable[Span], speed: OverTime) -> Floats:
-    """What each span of this name would have taken alone."""
+def _share_alone(name: str, spans: Iterable[Span], counted: Iterable[Span], speed: OverTime) -> float:
+    """What the spans of this name would have taken alone, of the seconds that their metric counts."""
     begin, end = np.array([(span.begin, span.end) for span in spans if span.name == name], float).T
-    return (end - begin) * speed.mean(begin, end)
+    alone = float(((end - begin) * speed.mean(begin, end)).sum())
+    return alone / (sum(span.end - span.begin for span in counted if span.name == name) or 1.0)
 
 
-def _served(spans: Iterable[Span], between_gradients: Collection[str]) -> list[Span]:
+def _from_their_turn(spans: Iterable[Span], between_gradients: Collection[str]) -> list[Span]:
     """The spans; those of the policy's workers, which serve one call after another, begin where their turn came."""
     found, free = list[Span](), -math.inf
     for span in sorted(spans, key=lambda span: span.end):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.plan.calls import Floats
-from skyrl_async.plan.measured import Measured
+from skyrl_async.plan.measured import Measured, stages_on_policy_workers
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.run import SimulationSettings
@@ -30,6 +30,7 @@ _PARTS = (
     "timing/forward_backward",
     "timing/wait_for_groups",
     "timing/wait_for_publish",
+    "timing/wait_for_devices",
     "timing/optimizer_step",
     "timing/gather",
 )
@@ -259,6 +260,16 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         eval_before_train=False,
         eval_at_end=False,
     )
+
+
+def stage_seconds(model: Model, config: Config, lengths: float) -> dict[str, float]:
+    """Seconds per group of the stages between the reward and training, in ``config``: see ``settings_of``."""
+    data_parallel = model.config.training.num_workers / config.training.num_workers
+    shared = stages_on_policy_workers(config)
+    return {
+        stage: seconds * lengths * (data_parallel if stage in shared else 1.0)
+        for stage, seconds in model.stages.items()
+    }
 
 
 def _streams(config: Config) -> bool:

@@ -32,10 +32,10 @@ def draw(rows: Sequence[Row], measured_seconds: float | None, path: Path) -> Non
     idle.set_xlabel("share of the time")
     _legend(idle)
     _bars(staleness, "staleness, steps", [one.staleness_mean for one in found])
-    for axes in cost:
+    if has_prices:
         per_second = [(row.dollars or 0.0) / one.step_seconds for row, one in zip(rows, found, strict=True)]
         errors = [(p * one.low_seconds, p * one.high_seconds) for p, one in zip(per_second, found, strict=True)]
-        _bars(axes, "$ per 1,000 steps", [row.dollars or 0.0 for row in rows], errors)
+        _bars(cost[0], "$ per 1,000 steps", [row.dollars or 0.0 for row in rows], errors)
     for axes in (seconds, idle, staleness, *cost):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", color="#e8eaed", linewidth=0.8)

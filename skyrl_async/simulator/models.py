@@ -5,7 +5,7 @@ For tests of the real loop, and for planning capacity; the modelled engine is in
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_sampl
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.simulator.shared_machine import PUBLISH_CORES, TRAINING_CORES, SharedMachine, computing
+from skyrl_async.training.protocol import WAIT_SECONDS
 from skyrl_async.types import (
     Completion,
     FinishReason,
@@ -61,21 +62,24 @@ class ModelledPolicy:
     ) -> dict[str, float]:
         """Take time in proportion to the rows' tokens, also where they are masked: what follows them needs them."""
         num_tokens = sum(self.prompt_tokens + len(t.response_token_ids) for t in trajectories if t.num_sampled_tokens)
-        await self.compute(self.seconds_per_group + num_tokens * self.seconds_per_token)
+        waited = await self.compute(self.seconds_per_group + num_tokens * self.seconds_per_token)
         self.steps[-1].append(tuple(trajectories))
-        return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0}
+        return {"num_tokens": float(sum(t.num_sampled_tokens for t in trajectories)), "loss_sum": 0.0} | _waited(waited)
 
     async def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
         """Take the step's time."""
-        await self.compute(self.step_seconds)
+        waited = await self.compute(self.step_seconds)
         self.steps.append([])
-        return {"grad_norm": 1.0, "lr": 1.0}
+        return {"grad_norm": 1.0, "lr": 1.0} | _waited(waited)
 
-    async def compute(self, seconds: float) -> None:
-        """Take the workers' time: one call after another, in the order in which they are asked."""
+    async def compute(self, seconds: float) -> float:
+        """Take the workers' time: one call after another, in the order in which they are asked. Returns the seconds of waiting."""
+        asked = asyncio.get_running_loop().time()
         async with self._workers:
+            waited = asyncio.get_running_loop().time() - asked
             with computing(self.machine, "training", TRAINING_CORES) as slowdown:
                 await asyncio.sleep(slowdown * seconds)
+        return waited
 
     async def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:
         """What a modelled engine says: -1 everywhere."""
@@ -116,11 +120,15 @@ class ModelledPolicy:
         """Nothing is held."""
 
 
+def _waited(seconds: float) -> dict[str, float]:
+    return {WAIT_SECONDS: seconds} if seconds else {}
+
+
 Turn = tuple[int, float]
 """Tokens of a reply, and the seconds that its environment takes after it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGroup:
     """The samples of a prompt."""
 
@@ -144,43 +152,49 @@ class ModelledGenerator:
         self._sampler = sampler
         self._groups = groups
         self._call_seconds = call_seconds
-        self._sampling: dict[int, SamplingParams] = {}
-        """By length."""
+        self._sampling: dict[tuple[SamplingParams, int], SamplingParams] = {}
+        """As asked, tokens of the reply -> that of its call."""
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
-        """One sample each."""
-        rng, prompt = random.Random(request.seed), token_ids([ord(c) for c in request.prompt.uid])
-        play: Callable[[int], Awaitable[Trajectory]]
+        """One row per sample."""
+        rng = random.Random(request.seed)
         if self._groups:
             known = random.Random(request.prompt.uid).choice(self._groups)
-            first = rng.randrange(len(known.samples))
-            play = partial(self._known, request, prompt, known, first)
-        else:
-            play = partial(self._unknown, request, prompt, [rng.getrandbits(31) for _ in range(request.num_samples)])
-        return await run_samples(request, "sample", play, lambda row: (row,), lambda rows: rows[0])
+            play = partial(self._known, request, _prompt_of(request), known, rng.randrange(len(known.samples)))
+            return await run_samples(request, "sample", play, lambda row: (row,), lambda rows: rows[0])
+        seeds = [rng.getrandbits(31) for _ in range(request.num_samples)]
+        return await run_samples(
+            request,
+            "sample",
+            lambda index: self._one(request, index, seeds[index]),
+            lambda row: (row,),
+            lambda rows: rows[0],
+        )
 
     async def _known(
         self, request: GroupRequest, prompt: TokenIds, known: KnownGroup, first: int, index: int
     ) -> Trajectory:
         completions = []
         for num_tokens, environment_seconds in known.samples[(first + index) % len(known.samples)]:
-            if num_tokens not in self._sampling:
-                self._sampling[num_tokens] = replace(request.sampling, max_tokens=num_tokens)
-            sampling = self._sampling[num_tokens]
+            key = request.sampling, num_tokens
+            if key not in self._sampling:
+                self._sampling[key] = replace(request.sampling, max_tokens=num_tokens)
+            sampling = self._sampling[key]
             completions.append(await self._sampler.generate_tokens(prompt, sampling, priority=request.priority))
             if seconds := environment_seconds + self._call_seconds:
                 await asyncio.sleep(seconds)
         return _row(prompt, completions, reward=0.0 if known.is_filtered else float(index % 2))
 
-    async def _unknown(self, request: GroupRequest, prompt: TokenIds, seeds: Sequence[int], index: int) -> Trajectory:
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         """One completion with a seed of its own."""
         saved = request.sample_states.restore(index)
         state = EpisodeState(messages=[]) if saved is None else EpisodeState.from_json(saved.state or {})
         request.sample_states.track(index, state.sample_state)
+        prompt = _prompt_of(request)
         completion = await self._sampler.generate_tokens(
             prompt,
-            replace(request.sampling, seed=seeds[index]),
+            replace(request.sampling, seed=seed),
             priority=request.priority,
             generation=None if request.is_evaluation else state.generation,
         )
@@ -188,6 +202,10 @@ class ModelledGenerator:
             await asyncio.sleep(self._call_seconds)
         is_truncated = completion.finish_reason is FinishReason.LENGTH
         return _row(prompt, [completion], reward=float(index % 2), is_truncated=is_truncated)
+
+
+def _prompt_of(request: GroupRequest) -> TokenIds:
+    return token_ids([ord(c) for c in request.prompt.uid])
 
 
 def _row(

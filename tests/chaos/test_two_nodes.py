@@ -159,14 +159,14 @@ async def test_a_machine_that_joins_takes_an_engine_and_one_that_leaves_loses_no
 ) -> None:
     policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
 
-    async def start(name: str) -> RayEngine:
+    async def start_anywhere(name: str) -> RayEngine:
         (engine,) = await start_ray_engines(
             [VLLMEngineConfig(name=name, policy_dir=str(policy_dir))], num_cpus=2.0, log_dir=tmp_path / "logs"
         )
         return engine
 
-    client = InferenceEngineClient([await start("engine-0")], max_model_len=MAX_MODEL_LEN, engine_wait_s=None)
-    fleet = Fleet(client, start=start, config=EngineConfig(max_restarts=0), say=lambda line: None)
+    client = InferenceEngineClient([await start_anywhere("engine-0")], max_model_len=MAX_MODEL_LEN, engine_wait_s=None)
+    fleet = Fleet(client, start=start_anywhere, config=EngineConfig(max_restarts=0), say=lambda line: None)
     async with fleet.supervising():
         adding = asyncio.create_task(fleet.add_engine())
         other = cluster.add_node(num_cpus=2)  # the first machine is full
@@ -175,8 +175,9 @@ async def test_a_machine_that_joins_takes_an_engine_and_one_that_leaves_loses_no
         assert isinstance(joined, RayEngine) and joined.node_id == other.node_id
         sampling = SamplingParams(max_tokens=400, ignore_eos=True)
         answers = [asyncio.create_task(client.generate_tokens([5, 6, 7], sampling)) for _ in range(8)]
-        while not client.pool.statistics()["min_running_requests"]:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not client.pool.statistics()["min_running_requests"]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         cluster.remove_node(other, allow_graceful=False)
         found = await asyncio.gather(*answers)
         assert [len(one.token_ids) for one in found] == [400] * 8

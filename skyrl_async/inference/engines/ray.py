@@ -190,6 +190,7 @@ async def start_ray_engines(
     start_timeout_s: float = 300.0,
     log_dir: Path,
     lives: Mapping[str, EngineLife] = MappingProxyType({}),
+    boot_lock: asyncio.Lock | None = None,
 ) -> list[RayEngine]:
     """Start one engine per config, all at the same time. Where several may share a GPU they start one after another, since each measures
     the memory left there. Ray must be initialised.
@@ -201,20 +202,21 @@ async def start_ray_engines(
         start_timeout_s: longest boot of one engine, in seconds.
         log_dir: each engine writes ``<name>.log`` there; made if missing.
         lives: by name. An engine killed while it boots takes one of its restarts, and boots again under its name.
+        boot_lock: of all calls whose engines may share a GPU; None: this call is the only one.
 
     Raises ``EngineStartError`` with the engine's last log lines if one does not come up; then none is left.
     """
     _require_resources(configs, {"CPU": num_cpus, "GPU": num_gpus})
     log_paths = _log_paths(configs, log_dir)
     are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
-    boot_lock = contextlib.nullcontext() if are_apart else asyncio.Lock()
+    booting = contextlib.nullcontext() if are_apart else boot_lock or asyncio.Lock()
     strategies = scheduling_strategies or [None] * len(configs)
     boots = {}
     with contextlib.ExitStack() as on_failure:
         for config, log_path, strategy in zip(configs, log_paths, strategies, strict=True):
             make_actor = partial(_make_actor, config, log_path, num_cpus, num_gpus, strategy, on_failure)
             life = lives.get(config.name)
-            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, boot_lock, life)
+            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, booting, life)
         engines = list(await run_together(boots))
         on_failure.pop_all()
     return engines

@@ -57,12 +57,13 @@ class FakeFleet:
         self.names.remove(name)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [{"name": name, "serving": name} for name in self.names]
+        return [{"name": name, "serving": name, "state": "serving"} for name in self.names]
 
 
 def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **settings: Any) -> list[tuple[float, str]]:
     """What happens to the fleet where so many engines take so many seconds."""
-    config = EngineConfig(num_engines=len(fleet.names), autoscale=Autoscale.plan, autoscale_interval_s=10.0, **settings)
+    settings = {"num_engines": len(fleet.names)} | settings
+    config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, **settings)
 
     async def plan(run_dir: Path, numbers: list[int]) -> Steps:
         return {number: (seconds[number], 0.0) for number in numbers}
@@ -95,6 +96,11 @@ def test_engines_are_removed_down_to_where_they_are_missed_the_newest_first() ->
 def test_it_never_leaves_the_bounds() -> None:
     assert followed(FakeFleet(2), SATURATING, until=100, max_engines=2) == []
     assert followed(FakeFleet(1), dict.fromkeys(range(4), 1.0), until=100) == []
+
+
+def test_more_engines_than_the_maximum_are_removed_where_nobody_misses_them() -> None:
+    log = followed(FakeFleet(4), dict.fromkeys(range(7), 1.0), until=45, num_engines=2)
+    assert log == [(20.0, "remove engine-3"), (40.0, "remove engine-2")]
 
 
 def test_without_a_maximum_it_goes_back_up_to_as_many_engines_as_it_began_with() -> None:

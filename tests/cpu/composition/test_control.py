@@ -24,7 +24,10 @@ async def running(tmp_path: Path) -> AsyncIterator[Path]:
     policy_dir = build_policy(tmp_path / "policy")
     client, _ = make_client(policy_dir)
 
+    starting = asyncio.Barrier(2)
+
     async def start(name: str) -> InferenceEngine:
+        await starting.wait()  # until another one is started beside it
         return DeterministicEngine(name, policy_dir, max_model_len=256)
 
     fleet = Fleet(client, start=start, config=EngineConfig(), say=lambda line: None)

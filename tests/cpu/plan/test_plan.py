@@ -48,7 +48,9 @@ def known_groups(
     rng = random.Random(seed)
     means = [rng.randrange(10, 200) for _ in range(60)]
     return tuple(
-        KnownGroup(tuple(((mean + rng.randrange(30), seconds(i)),) for _ in range(6)), i < num_filtered)
+        KnownGroup(
+            samples=tuple(((mean + rng.randrange(30), seconds(i)),) for _ in range(6)), is_filtered=i < num_filtered
+        )
         for i, mean in enumerate(means)
     )
 
@@ -140,7 +142,8 @@ def test_what_engines_say_of_their_iterations_counts_more_than_the_calls(tmp_pat
 
 
 DOUBLED = tuple(
-    KnownGroup(tuple(tuple((2 * n, s) for n, s in turns) for turns in group.samples)) for group in PLANTED.known_groups
+    KnownGroup(samples=tuple(tuple((2 * n, s) for n, s in turns) for turns in group.samples))
+    for group in PLANTED.known_groups
 )
 WHAT_IFS = (
     (WhatIf(), {}),
@@ -175,7 +178,7 @@ def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
     settings = replace(PLANTED, num_steps=None, stage_seconds=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MOST_STEPS, 5)
-        found = _simulated({}, (), settings)
+        found = _simulated((), {}, settings)
 
     async def main() -> list[float]:
         simulation = Simulation(replace(settings, num_steps=14))
@@ -203,7 +206,7 @@ def test_the_model_of_a_run_reproduces_it(forecasts: tuple[list[Forecast], Accur
 
 @pytest.mark.slow
 def test_the_model_of_a_run_whose_requests_wait_for_a_place_reproduces_it(tmp_path: Path) -> None:
-    one_is_long = (KnownGroup((((400, 0.0),), *(((20, 0.0),),) * 3)),) * 60
+    one_is_long = (KnownGroup(samples=(((400, 0.0),), *(((20, 0.0),),) * 3)),) * 60
     many = {"num_workers": 40, "max_staleness_steps": 5, "max_num_seqs": 32, "prefill_seconds": 0.01}
     recorded(replace(PLANTED, known_groups=one_is_long, load_seconds=0.2, **many), tmp_path)
     planner = Planner(measured(tmp_path), num_processes=1)
@@ -282,7 +285,7 @@ def test_replies_are_placed_where_they_were_asked_for(run: Measured) -> None:
     turns = [span | of_turn for span, of_turn in zip(spans, asked, strict=True)] + [nothing]
     row = {"turns": turns, "seconds": 8.0, "num_turns": 2, "num_sampled_tokens": 40, "admission_index": 5, "step": 1}
     row["outcome"] = "trained"
-    assert groups_of([row]) == (KnownGroup((((10, 1.0), (30, 4.0)),)),)
+    assert groups_of([row]) == (KnownGroup(samples=(((10, 1.0), (30, 4.0)),)),)
     samples = Samples([row], np.array([100.0]), (), run.config)
     assert (samples.begin.tolist(), samples.end.tolist()) == ([100.0, 103.0], [102.0, 104.0])
 
@@ -336,6 +339,7 @@ def test_the_command_prints_a_table_and_what_it_says(
     assert first["low_seconds"] <= first["step_seconds"] <= first["high_seconds"]
     assert first["dollars_per_1000_steps"] == pytest.approx(1000 * first["step_seconds"] / 3600 * 2 * 2.5)
     assert [row["num_devices"] for row in found["splits"]] == [4, 4]
+    assert [row["keys"]["trainer.max_staleness_steps"] for row in found["splits"]] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,7 @@ def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys:
     assert part.name in capsys.readouterr().err
 
 
-def reproduced(run: Measured, monkeypatch: pytest.MonkeyPatch) -> float:
+def error_of_its_model(run: Measured, monkeypatch: pytest.MonkeyPatch) -> float:
     """By how much the model of a run is wrong about it."""
     monkeypatch.setattr(MOST_STEPS, 20)
     planner = Planner(run, num_processes=1)
@@ -418,7 +422,7 @@ def test_groups_that_are_filtered_are_generated_and_not_trained(
     recorded(replace(PLANTED, known_groups=known_groups(num_filtered=36), sample_full_batch=True), tmp_path)
     run = measured(tmp_path)
     assert 0.5 < fmean(group.is_filtered for group in run.groups) < 0.7
-    assert findings(run) == [] and abs(reproduced(run, monkeypatch)) < 0.1
+    assert findings(run) == [] and abs(error_of_its_model(run, monkeypatch)) < 0.1
 
 
 def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
@@ -439,7 +443,7 @@ def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
     assert found.group_seconds + tokens * found.gradient_seconds == pytest.approx(
         PLANTED.seconds_per_group + tokens * PLANTED.seconds_per_token, rel=0.1
     )
-    assert abs(reproduced(run, monkeypatch)) < 0.1
+    assert abs(error_of_its_model(run, monkeypatch)) < 0.1
 
 
 def test_a_bound_is_asked_whatever_its_name_in_the_run() -> None:
