@@ -7,6 +7,7 @@ Times are seconds since the run's trace began.
 """
 
 import itertools
+import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +94,7 @@ def _replies(row: Mapping[str, Any]) -> list[_Reply]:
 def groups_of(rows: Sequence[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
     """Turns of each sample; of replies that are known together only, equal shares."""
     groups: dict[tuple[int, bool], list[tuple[Turn, ...]]] = defaultdict(list)
-    newest = max(row["admission_index"] for row in rows if row["outcome"] != Outcome.FILTERED)
+    newest = max((row["admission_index"] for row in rows if row["outcome"] != Outcome.FILTERED), default=math.inf)
     for row in rows:
         if row["admission_index"] > newest:
             continue  # those beside it that are not filtered are still in the buffer

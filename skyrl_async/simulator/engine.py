@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from skyrl_async.columns import Logprobs, TokenIds, VersionSpans
+from skyrl_async.columns import Logprobs, TokenIds, VersionSpans, repeated, token_ids
 from skyrl_async.errors import PublishError
 from skyrl_async.inference.prefix_index import PrefixIndex, prefixes_of
 from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
@@ -30,9 +30,9 @@ _ROUNDING = 1e-6
 
 @cache
 def _sampled_columns(num_tokens: int) -> tuple[TokenIds, Logprobs]:
-    """Token ids of ``num_tokens`` tokens and 100 more, and as many log-probs, to be copied from: that takes a tenth of making them."""
+    """Token ids of ``num_tokens`` tokens and 100 more, and as many log-probs, of which all outputs are parts."""
     tokens: TokenIds = np.arange(num_tokens + 100, dtype=np.int32) % 100
-    return tokens, np.full(len(tokens), -1.0, np.float32)
+    return token_ids(tokens), repeated(-1.0, len(tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -481,8 +481,8 @@ class ModelledEngine:
         first, num_tokens = (call.request.num_sampled_tokens + start) % 100, end - start
         tokens, logprobs = _sampled_columns(1 << num_tokens.bit_length())
         return EngineOutput(
-            token_ids=tokens[first : first + num_tokens].copy(),
-            logprobs=logprobs[:num_tokens].copy(),
+            token_ids=tokens[first : first + num_tokens],
+            logprobs=logprobs[:num_tokens],
             versions=self._versions(call, start, end),
             finish_reason=finish_reason,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import Advantages, TokenIds, VersionSpans, token_ids
+from skyrl_async.columns import Advantages, TokenIds, VersionSpans, repeated, token_ids
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
@@ -21,7 +21,6 @@ from skyrl_async.simulator.engine import ModelledEngine
 from skyrl_async.simulator.shared_machine import PUBLISH_CORES, TRAINING_CORES, SharedMachine, computing
 from skyrl_async.training.protocol import WAIT_SECONDS
 from skyrl_async.types import (
-    Completion,
     FinishReason,
     Group,
     LogprobModel,
@@ -184,7 +183,16 @@ class ModelledGenerator:
             completions.append(await self._sampler.generate_tokens(prompt, sampling, priority=request.priority))
             if seconds := environment_seconds + self._call_seconds:
                 await asyncio.sleep(seconds)
-        return _row(prompt, completions, reward=0.0 if known.is_filtered else float(index % 2))
+        versions = VersionSpans.joined([one.versions for one in completions])
+        return Trajectory(
+            prompt_token_ids=prompt,
+            response_token_ids=np.broadcast_to(np.int32(0), len(versions)),  # they count, and take no memory
+            loss_mask=np.broadcast_to(np.True_, len(versions)),
+            logprobs=repeated(-1.0, len(versions)),
+            versions=versions,
+            reward=0.0 if known.is_filtered else float(index % 2),
+            num_aborts=sum(one.num_aborts for one in completions),
+        )
 
     async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
         """One completion with a seed of its own."""
@@ -200,28 +208,21 @@ class ModelledGenerator:
         )
         if self._call_seconds:
             await asyncio.sleep(self._call_seconds)
-        is_truncated = completion.finish_reason is FinishReason.LENGTH
-        return _row(prompt, [completion], reward=float(index % 2), is_truncated=is_truncated)
+        tokens = completion.token_ids.copy()
+        return Trajectory(
+            prompt_token_ids=prompt,
+            response_token_ids=tokens,
+            loss_mask=np.ones(len(tokens), np.bool_),
+            logprobs=completion.logprobs.copy(),
+            versions=completion.versions,
+            reward=float(index % 2),
+            is_truncated=completion.finish_reason is FinishReason.LENGTH,
+            num_aborts=completion.num_aborts,
+        )
 
 
 def _prompt_of(request: GroupRequest) -> TokenIds:
     return token_ids([ord(c) for c in request.prompt.uid])
-
-
-def _row(
-    prompt: TokenIds, completions: Sequence[Completion], *, reward: float, is_truncated: bool = False
-) -> Trajectory:
-    tokens = np.concatenate([one.token_ids for one in completions])
-    return Trajectory(
-        prompt_token_ids=prompt,
-        response_token_ids=tokens,
-        loss_mask=np.ones(len(tokens), np.bool_),
-        logprobs=np.concatenate([one.logprobs for one in completions]),
-        versions=VersionSpans.joined([one.versions for one in completions]),
-        reward=reward,
-        is_truncated=is_truncated,
-        num_aborts=sum(one.num_aborts for one in completions),
-    )
 
 
 def _write_empty_file(path: Path) -> None:
