@@ -43,7 +43,8 @@ async def test_a_command_sees_programs_but_nothing_else_of_the_host(sandbox: San
     assert "No such file" in await printed(sandbox, f"cat {tmp_path / 'secret'}")
     assert "No such file" in await printed(sandbox, "cat /etc/shadow")
     assert not (await printed(sandbox, "ls -A /root /home /tmp /mnt | grep -v :")).strip()
-    assert (await printed(sandbox, "ls /proc | grep -c '^[0-9]'")).strip() in ("4", "5", "6")  # init, sh, ls, grep
+    # init, sh, ls, and grep if it is there already; a command before may not be gone yet
+    assert 3 <= int(await printed(sandbox, "ls /proc | grep -c '^[0-9]'")) <= 6
     assert "HOME=/root" in (seen := await printed(sandbox, "env")) and "PYTEST" not in seen
 
 
