@@ -7,7 +7,6 @@ neither micro-batches nor ranks change the result.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import add
 from typing import TypeVar
 
 import torch
@@ -131,16 +130,6 @@ def token_figures(
     if (is_fresh := token_lags == 0).any():
         figures["lag0_logprob_gap_max"] = float(gaps[is_fresh].max())
     return figures
-
-
-def merge_figures(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Join figures of disjoint sets of tokens: keys in ``_max`` take the maximum, all others are added."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            join = max if key.endswith("_max") else add
-            merged[key] = join(merged[key], value) if key in merged else value
-    return merged
 
 
 def sums_by_lag(token_lags: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -47,20 +47,3 @@ def value_figures(loss: TokenLoss, values: Tensor, batch: MicroBatch) -> dict[st
         "residual_squares": residual.square().sum(),
     }
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) | {"num_tokens": float(len(values))}
-
-
-def explained_variance(sums: dict[str, float]) -> float:
-    """``1 - Var(R - V) / Var(R)`` over the tokens of ``value_figures``: 1 of a perfect critic, 0 of a constant one.
-
-    As OpenAI's Baselines report it. Above 0 the critic lessens the variance of advantages (EVPO, arXiv 2604.19485). 0 where R varies by
-    less than 1e-4: V-trace leaves as much of returns that are all the same.
-    """
-    num = sums["num_tokens"]
-
-    def variance(total: float, squares: float) -> float:
-        return squares / num - (total / num) ** 2
-
-    of_returns = variance(sums["returns_sum"], sums["returns_squares"])
-    if of_returns <= 1e-8:
-        return 0.0
-    return 1.0 - variance(sums["residual_total"], sums["residual_squares"]) / of_returns

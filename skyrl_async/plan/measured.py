@@ -51,8 +51,6 @@ _COLUMNS = (
 _STAGES = ("ref_logp", "logp", "teacher_logp", "values")
 _SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
 """Spans that take longer while others take the cores."""
-_WITHOUT_WAITS = {"optimizer_step"}
-"""Of these, metrics leave out the wait for other calls of the policy's workers; ``timing/wait_for_devices`` has it."""
 _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
 
 
@@ -157,7 +155,8 @@ def measured(run_dir: Path) -> Measured:
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
         shares_alone={
-            name: _share_alone(name, spans, spans if name in _WITHOUT_WAITS else as_traced, speed)
+            # Of these metrics, that of the optimizer step alone leaves out its waits: ``timing/wait_for_devices`` has them.
+            name: _share_alone(name, spans, spans if name == "optimizer_step" else as_traced, speed)
             for name in {s.name for s in spans} & _SLOWED
         },
     )

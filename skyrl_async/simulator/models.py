@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -151,8 +151,6 @@ class ModelledGenerator:
         self._sampler = sampler
         self._groups = groups
         self._call_seconds = call_seconds
-        self._sampling: dict[tuple[SamplingParams, int], SamplingParams] = {}
-        """As asked, tokens of the reply -> that of its call."""
 
     @keeps_samples
     async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
@@ -176,10 +174,7 @@ class ModelledGenerator:
     ) -> Trajectory:
         completions = []
         for num_tokens, environment_seconds in known.samples[(first + index) % len(known.samples)]:
-            key = request.sampling, num_tokens
-            if key not in self._sampling:
-                self._sampling[key] = replace(request.sampling, max_tokens=num_tokens)
-            sampling = self._sampling[key]
+            sampling = _of_length(request.sampling, num_tokens)
             completions.append(await self._sampler.generate_tokens(prompt, sampling, priority=request.priority))
             if seconds := environment_seconds + self._call_seconds:
                 await asyncio.sleep(seconds)
@@ -219,6 +214,12 @@ class ModelledGenerator:
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             num_aborts=completion.num_aborts,
         )
+
+
+@cache
+def _of_length(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
+    """The same for a reply of so many tokens; a simulation asks for few lengths, and often."""
+    return replace(sampling, max_tokens=num_tokens)
 
 
 def _prompt_of(request: GroupRequest) -> TokenIds:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_async.algorithms.figures import explained_variance, merge_figures
 from skyrl_async.metrics.step import StepFigures
 from skyrl_async.training.protocol import CRITIC_COLUMNS, WAIT_SECONDS, Critic
 from skyrl_async.types import Group
@@ -44,14 +45,10 @@ class CriticTraining:
         async with self.lease():
             sums = await self.critic.forward_backward(rows, group.returns, figures.current_version)
         sums.pop(WAIT_SECONDS, None)
-        from skyrl_async.algorithms.losses import merge_figures
-
         self._sums = merge_figures([self._sums, sums])
 
     async def step(self, figures: StepFigures) -> None:
         """Take the critic's optimizer step, and add its figures to the step's. A step without a token changes nothing."""
-        from skyrl_async.algorithms.value_loss import explained_variance
-
         num, sums = self._num_tokens, self._sums
         self._num_tokens, self._sums = 0, {}
         async with self.lease():

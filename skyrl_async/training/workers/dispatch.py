@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.algorithms.batching import Row, plan_micro_batches
-from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.columns import Advantages, Logprobs, TokenIds, TopTokens
 from skyrl_async.errors import TrainingError
 from skyrl_async.registries import POLICY_LOSSES

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.algorithms.batching import Row, collate
-from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.columns import Logprobs, TokenIds, TopTokens, Values
 from skyrl_async.errors import CheckpointError, ConfigError, TrainingError
 from skyrl_async.training import rank_process

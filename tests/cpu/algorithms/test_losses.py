@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.algorithms.losses import (
     LossTokens,
     TokenLoss,
     make_policy_loss,
-    merge_figures,
     token_figures,
 )
 from skyrl_async.algorithms.policy_losses import (

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from skyrl_async.algorithms.advantages import make_advantage_estimator
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.algorithms.kl import KL_ESTIMATORS
-from skyrl_async.algorithms.losses import make_policy_loss, merge_figures
+from skyrl_async.algorithms.losses import make_policy_loss
 from skyrl_async.algorithms.objective import Objective
 from skyrl_async.algorithms.off_policy import Anchor, OffPolicyCorrection, anchor_of
 from skyrl_async.algorithms.settings import CorrectionSettings, LossConstants

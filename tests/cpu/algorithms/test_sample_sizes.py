@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_async.algorithms.batching import MicroBatch, Row, collate
-from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.algorithms.off_policy import sample_size_figures
 from skyrl_async.algorithms.settings import CorrectionSettings
 from skyrl_async.columns import repeated

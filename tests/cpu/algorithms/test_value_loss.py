@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from skyrl_async.algorithms.batching import Row, collate
-from skyrl_async.algorithms.losses import merge_figures
-from skyrl_async.algorithms.value_loss import explained_variance, value_figures, value_loss
+from skyrl_async.algorithms.figures import explained_variance, merge_figures
+from skyrl_async.algorithms.value_loss import value_figures, value_loss
 from skyrl_async.training.workers.dispatch import RankWork
 from skyrl_async.training.workers.rank_losses import CriticLoss
 from skyrl_async.types import Trajectory

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.algorithms.losses import merge_figures
+from skyrl_async.algorithms.figures import merge_figures
 from skyrl_async.columns import Advantages
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
