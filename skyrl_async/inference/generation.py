@@ -59,7 +59,7 @@ class GenerationState:
         """Request id of the open engine call."""
         self._num_calls = 0
         self._is_call_open = False
-        self._num_before_call = 0
+        self._num_before_call = self._num_aborts_before_call = 0
         self._engine_output: EngineOutput | None = None
         """All tokens, as the engine of the open call has told."""
         self.has_stop_string = False
@@ -114,7 +114,7 @@ class GenerationState:
         self.call_id = f"{request.request_id}.{self._num_calls}" if self._num_calls else request.request_id
         self._num_calls += 1
         self._is_call_open = True
-        self._num_before_call = self.num_tokens
+        self._num_before_call, self._num_aborts_before_call = self.num_tokens, self.num_aborts
         self._engine_output = None
         return self._remaining_request(request, self.call_id)
 
@@ -128,10 +128,9 @@ class GenerationState:
             return
         if not self._has_logprobs:
             output = replace(output, logprobs=NO_LOGPROBS)
+        num_aborts = self._num_aborts_before_call + output.num_aborts
         if self._num_before_call:
-            self._engine_output = joined([head_of(self.output(), self._num_before_call), output])
-            return
-        num_aborts = self._num_aborts_so_far + output.num_aborts
+            output = joined([head_of(self.output(), self._num_before_call), output])
         self._engine_output = replace(output, num_aborts=num_aborts, num_cached_tokens=self.num_cached_tokens or 0)
 
     def partial_output(self) -> EngineOutput:

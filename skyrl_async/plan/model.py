@@ -242,6 +242,7 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         call_seconds=model.call_seconds,
         shared_cores=model.shared_cores,
         block_tokens=1024,
+        continues_aborted=True,
         seconds_per_group=model.group_seconds,
         prompt_tokens=model.unsampled_tokens,
         seconds_per_token=model.gradient_seconds * data_parallel,

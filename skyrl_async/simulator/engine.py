@@ -45,7 +45,7 @@ class _Call:
     end: FinishReason
     """Why it ends, unless it is aborted."""
     started: float = math.inf
-    """Progress of the engine when the call began to run; infinite while it waits."""
+    """Progress of the engine when the call began to run, had it run until now without an abort; infinite while it waits."""
     awaited: int = 0
     """Tokens of the call at which ``woken`` is due."""
     num_taken: int = 0
@@ -53,6 +53,10 @@ class _Call:
     is_aborted: bool = False
     num_held: int = 0
     """Tokens of the prompt, for which the engine must have room."""
+    kept: VersionSpans = field(default_factory=VersionSpans)
+    """Versions of the tokens before the last abort after which the engine continues by itself."""
+    num_aborts: int = 0
+    """Of these aborts."""
     woken: asyncio.Future[None] | None = None
     """Pending while the call waits for tokens."""
 
@@ -109,15 +113,17 @@ class _SharedSpeed:
 
     def tokens_of(self, call: _Call) -> int:
         """Whole tokens that the call has got so far."""
-        return max(0, math.floor(self.progress - call.started + _ROUNDING)) if call.started < math.inf else 0
+        if call.started == math.inf:
+            return len(call.kept)
+        return max(len(call.kept), math.floor(self.progress - call.started + _ROUNDING))
 
     def begin(self, call: _Call, prefill_seconds: float) -> None:
         """The call runs from now on, after its prefill."""
         self._advance()
         self.num_running += 1
         self._prefill_left += prefill_seconds
-        # Where the engine is when the call's prompt is computed.
-        call.started = self._progress + self._prefill_left * self._prefilling_tokens_per_second
+        # Where the engine is when the call's prompt is computed, less what the call had before.
+        call.started = self._progress + self._prefill_left * self._prefilling_tokens_per_second - len(call.kept)
         self._note_computing()
         if call.woken is not None:  # else it is about to wait, or to end, which sets the timer
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
@@ -127,6 +133,14 @@ class _SharedSpeed:
         """No call progresses for so long; what was left of earlier prefills is void."""
         self._advance()
         self._prefill_left = seconds
+        self._set_timer()
+
+    def stop_all(self) -> None:
+        """No call runs any more, though some still wait for tokens."""
+        self._advance()
+        self.num_running, self._prefill_left = 0, 0.0
+        self._goals.clear()
+        self._note_computing()
         self._set_timer()
 
     def end(self) -> None:
@@ -255,6 +269,8 @@ class ModelledEngine:
     """The same of an engine without a call; None: as long."""
     block_tokens: int = 16
     """Tokens per block of a stream; the larger, the faster is the simulation."""
+    continues_aborted: bool = False
+    """Whether it continues by itself what a pause aborts, as engines in processes of their own do."""
     num_sampled_tokens: int = field(default=0, init=False)
     """Sampled tokens of all calls that have ended."""
     fails_next_load: type[Exception] | None = field(default=None, init=False)
@@ -323,7 +339,9 @@ class ModelledEngine:
         """Stop sampling; in abort mode end every request in flight."""
         self._cut_off.check()
         self._shared.set_paused(True)
-        if mode is PauseMode.ABORT:
+        if mode is PauseMode.ABORT and self.continues_aborted:
+            self._requeue()
+        elif mode is PauseMode.ABORT:
             self._abort(self._calls)
 
     async def resume(self) -> None:
@@ -400,6 +418,22 @@ class ModelledEngine:
     def _unless_idle(self, seconds: float, idle_seconds: float | None) -> float:
         return seconds if self._calls or idle_seconds is None else idle_seconds
 
+    def _requeue(self) -> None:
+        """Let all calls wait to run again, the earliest first, each with the tokens that it has."""
+        for call in self._calls:
+            if call.started < math.inf:
+                self._num_held -= call.num_held
+            call.kept = self._versions(call, 0, self._num_sampled(call))
+            call.num_held = len(call.request.prompt_token_ids) + len(call.kept)
+            call.num_aborts += 1
+            call.started = math.inf
+            if len(call.kept) >= call.awaited:
+                call.wake()
+        self._shared.stop_all()
+        left = (call for call in self._calls if len(call.kept) < call.num_tokens)
+        self._waiting = sorted((call.request.priority, next(self._numbers), call) for call in left)
+        self._run_waiting()
+
     def _abort(self, calls: Collection[_Call]) -> None:
         for call in calls:
             call.is_aborted = True
@@ -446,7 +480,10 @@ class ModelledEngine:
         """Seconds to compute what is not cached of a call's prompt, which is cached from then on."""
         if self.prefill_tokens_per_second == math.inf:
             return 0.0
-        prefixes, num_tokens = prefixes_of(call.request.prompt_token_ids), len(call.request.prompt_token_ids)
+        computed = call.request.prompt_token_ids
+        if len(call.kept):
+            computed = np.concatenate([computed, self._tokens(call, 0, len(call.kept))[0]])
+        prefixes, num_tokens = prefixes_of(computed), len(computed)
         num_cached = self._cache.num_cached(self.name, prefixes)
         self._cache.add(self.name, prefixes)
         self._num_prompt_tokens += num_tokens
@@ -478,17 +515,26 @@ class ModelledEngine:
 
     def _output(self, call: _Call, start: int, end: int, finish_reason: FinishReason | None) -> EngineOutput:
         """Tokens ``start`` to ``end`` of a call."""
-        first, num_tokens = (call.request.num_sampled_tokens + start) % 100, end - start
-        tokens, logprobs = _sampled_columns(1 << num_tokens.bit_length())
+        tokens, logprobs = self._tokens(call, start, end)
         return EngineOutput(
-            token_ids=tokens[first : first + num_tokens],
-            logprobs=logprobs[:num_tokens],
+            token_ids=tokens,
+            logprobs=logprobs,
             versions=self._versions(call, start, end),
             finish_reason=finish_reason,
+            num_aborts=0 if finish_reason is None else call.num_aborts,
         )
+
+    def _tokens(self, call: _Call, start: int, end: int) -> tuple[TokenIds, Logprobs]:
+        first, num_tokens = (call.request.num_sampled_tokens + start) % 100, end - start
+        tokens, logprobs = _sampled_columns(1 << num_tokens.bit_length())
+        return tokens[first : first + num_tokens], logprobs[:num_tokens]
 
     def _versions(self, call: _Call, start: int, end: int) -> VersionSpans:
         """Return the version served when each of the tokens ``start`` to ``end`` was complete."""
+        num_kept = len(call.kept)
+        if start < num_kept:
+            since = self._versions(call, num_kept, max(num_kept, end))
+            return VersionSpans.joined([call.kept[start:end], since])
         if call.started + start >= self._served[-1][0]:
             return VersionSpans.constant(self._served[-1][1], end - start)
         parts = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_async.columns import Advantages, TokenIds, VersionSpans, repeated, token_ids
+from skyrl_async.columns import Advantages, TokenIds, VersionSpans, token_ids
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
@@ -123,6 +123,9 @@ def _waited(seconds: float) -> dict[str, float]:
     return {WAIT_SECONDS: seconds} if seconds else {}
 
 
+_KNOWN_COLUMNS = tuple(np.broadcast_to(value, 1 << 40) for value in (np.int32(0), np.True_, np.float32(-1)))
+"""Token ids, mask and log-probs of which those of all rows of known groups are parts. They take no memory."""
+
 Turn = tuple[int, float]
 """Tokens of a reply, and the seconds that its environment takes after it."""
 
@@ -179,11 +182,12 @@ class ModelledGenerator:
             if seconds := environment_seconds + self._call_seconds:
                 await asyncio.sleep(seconds)
         versions = VersionSpans.joined([one.versions for one in completions])
+        tokens, mask, logprobs = (column[: len(versions)] for column in _KNOWN_COLUMNS)
         return Trajectory(
             prompt_token_ids=prompt,
-            response_token_ids=np.broadcast_to(np.int32(0), len(versions)),  # they count, and take no memory
-            loss_mask=np.broadcast_to(np.True_, len(versions)),
-            logprobs=repeated(-1.0, len(versions)),
+            response_token_ids=tokens,
+            loss_mask=mask,
+            logprobs=logprobs,
             versions=versions,
             reward=0.0 if known.is_filtered else float(index % 2),
             num_aborts=sum(one.num_aborts for one in completions),

@@ -76,6 +76,8 @@ class SimulationSettings:
     """Cores of the one machine on which trainer and engines compute, see ``SharedMachine``; None: each has its own."""
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
+    continues_aborted: bool = False
+    """Whether engines continue by themselves what a pause aborts; see ``ModelledEngine``."""
     carries_tokens: bool = False
     """Answers come in blocks, as from engines in other processes."""
     oldest_weight: float | None = None

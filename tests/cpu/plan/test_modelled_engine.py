@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyrl_async.columns import token_ids
+from skyrl_async.inference.generation import OpenCalls, call_until_end, generate_once
 from skyrl_async.inference.prefix_index import BLOCK_TOKENS
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, SharedMachine, slowdown
-from skyrl_async.types import EngineRequest, PauseMode, SamplingParams, Trajectory, WeightUpdate
+from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, Trajectory, WeightUpdate
 
 TOKENS = 100
 
@@ -78,6 +81,65 @@ def test_requests_that_are_aborted_while_they_wait_are_not_prefilled() -> None:
 
     # Two at a time, which take 0.25 s each before the 1 s of both.
     assert run_in_virtual_time(main()) == [2.0, 2.0, 3.5, 3.5, 5.0, 5.0]
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    pauses=st.lists(st.integers(1, 400), max_size=4, unique=True),
+    eviction=st.integers(0, 500),
+    streams=st.booleans(),
+    settings=st.fixed_dictionaries(
+        {
+            "max_num_seqs": st.sampled_from([None, 1, 2]),
+            "half_speed_requests": st.sampled_from([2.0, 1e12]),
+            "prefill_seconds": st.sampled_from([0.0, 0.25]),
+            "prefill_tokens_per_second": st.sampled_from([np.inf, 512.0]),
+            "cache_tokens": st.sampled_from([None, 700]),
+        }
+    ),
+)
+def test_an_engine_that_continues_by_itself_does_as_one_whose_actor_continues(
+    arrivals: list[int], pauses: list[int], eviction: int, streams: bool, settings: dict[str, object]
+) -> None:
+    """``generation.call_until_end`` is what actors of real engines run. Times are hundredths of a second, no two the same."""
+
+    async def main(continues_aborted: bool) -> list[tuple[float, EngineOutput]]:
+        one = engine(continues_aborted=continues_aborted, load_seconds=0.001, block_tokens=30, **settings)
+        clock, calls = asyncio.get_running_loop().time, OpenCalls()
+
+        async def ended(number: int, centiseconds: int) -> tuple[float, EngineOutput]:
+            await asyncio.sleep(centiseconds / 100 + number * 1e-4)
+            asked = replace(request(number), prompt_token_ids=token_ids(np.full(300, number, np.int32)))
+            call = one.stream if streams else lambda rest: generate_once(one, rest)
+            with calls.tracking(asked) as state:
+                may_continue = lambda: not calls.is_evicted(asked.request_id)  # noqa: E731
+                async for _ in call_until_end(asked, state, call, may_continue):
+                    pass
+            return clock(), state.output()
+
+        async def publish() -> None:
+            for version, centiseconds in enumerate(sorted(pauses), 1):
+                await asyncio.sleep(centiseconds / 100 + 5e-5 - clock())
+                await one.pause(PauseMode.ABORT)
+                await one.load_weights(WeightUpdate(version=version, path="", manifest={}, num_bytes=0))
+                await one.resume()
+
+        async def evict() -> None:
+            await asyncio.sleep(eviction / 100 + 7e-5)
+            calls.evict({"r0"})
+            await one.evict({"r0", *(f"r0.{i}" for i in range(9))})
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish())
+            tasks.create_task(evict())
+            asked = [tasks.create_task(ended(number, arrival)) for number, arrival in enumerate(arrivals)]
+        return [task.result() for task in asked]
+
+    (ends, outputs), (actor_ends, actor_outputs) = (
+        zip(*run_in_virtual_time(main(one)), strict=True) for one in (True, False)
+    )
+    assert ends == pytest.approx(actor_ends, abs=1e-4)
+    assert outputs == actor_outputs
 
 
 def test_requests_without_a_place_wait_and_the_oldest_gets_the_next_one() -> None:

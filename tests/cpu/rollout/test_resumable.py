@@ -19,7 +19,7 @@ from skyrl_async.errors import EngineDeadError, GenerationError
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
-from skyrl_async.inference.generation import OpenCalls
+from skyrl_async.inference.generation import GenerationState, OpenCalls
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.group_state import ResumeCounts, SampleState, SampleStates
@@ -157,6 +157,20 @@ def test_calls_of_an_engine_that_have_ended_say_so_and_those_cut_at_a_stop_strin
         assert calls.partial_outputs(["r"])["r"].finish_reason is FinishReason.STOP
         joined.truncate(3)
         assert calls.partial_outputs(["r"])["r"] == replace(sampled(range(3)), num_aborts=4)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2], ids=["in its first engine", "in its second engine"])
+def test_aborts_that_blocks_have_told_are_counted_once_in_what_the_engine_holds(num_calls: int) -> None:
+    sampling = SamplingParams(max_tokens=50)
+    state, request = GenerationState(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    for number in range(num_calls):
+        assert state.next_call(request) is not None
+        if number + 1 < num_calls:
+            state.add(sampled(range(3), finish_reason=FinishReason.ABORT))  # 2 aborts, and the one at its end
+    state.add(sampled(range(3)))
+    state.set_engine_output({state.call_id or "": sampled(range(5))})
+    partial = state.partial_output()
+    assert (len(partial.token_ids), partial.num_aborts) == ((5, 2) if num_calls == 1 else (8, 5))
 
 
 def test_a_generation_that_cannot_be_continued_restarts_and_is_not_tracked() -> None:
