@@ -32,8 +32,8 @@ from skyrl_async.composition.processes import Processes, is_supervised
 from skyrl_async.composition.publishing import check_shared_memory, make_publisher
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.teachers import check_teachers, served_teachers
-from skyrl_async.composition.time_sharing import device_groups
 from skyrl_async.config.rules.algorithm import needs_critic
+from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, HARBOR_TASK
 from skyrl_async.harbor.trials import check_harbor
@@ -41,7 +41,7 @@ from skyrl_async.harnesses.registry import check_harness
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
-from skyrl_async.runtime.device_leases import DeviceGroup
+from skyrl_async.runtime.device_leases import DeviceGroup, groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.training.rank_process import seed_all
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -83,7 +83,7 @@ async def started_parts(
         say("booting engines, preparing the policy")
         processes = Processes(config, plan.files, plan.initial, run_dir, stack, reserved)
         engines, policy = await processes.engines_and_policy(num_planned_steps(config, plan.prompts))
-        groups = device_groups(reserved.plan if reserved else None)
+        groups = groups_by_member(sharing_stages(config))
         logprobs = await processes.logprob_workers(groups)
         teachers |= await processes.local_teachers()
         critic = await processes.critic(num_planned_steps(config, plan.prompts))

@@ -9,24 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.rollout.preparation import OnSharedDevices, Prepare
-from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDevices, groups_by_member
+from skyrl_async.runtime.device_leases import DeviceGroup, DeviceLease, LeaseDevices
 from skyrl_async.training.protocol import Policy
-from skyrl_async.weight_sync.engine_time_sharing import GENERATE
-
-_WITH_WORKERS = ("policy", "ref", "logp", "teacher", "critic")
-
-
-def device_groups(plan: DevicePlan | None) -> Mapping[str, DeviceGroup]:
-    """Map each stage that shares its devices to their group."""
-    if plan is None:
-        return {}
-    members = [
-        [stage for stage in _WITH_WORKERS if stage in group.sizes] + [GENERATE] * (GENERATE in group.stages)
-        for group in plan.groups
-    ]
-    return groups_by_member(shared for shared in members if len(shared) > 1)
 
 
 def lease_values(groups: Mapping[str, DeviceGroup]) -> dict[str, float]:

@@ -210,7 +210,7 @@ def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> li
     config, asked = config_of(known.config, what_if), num_devices
     if config.placement.groups is not None:
         raise ConfigError(
-            "--budget must be left out for a run with placement.groups: how stages share devices is not modelled"
+            "--budget must be left out for a run with placement.groups: it splits devices among stages with devices of their own"
         )
     of_engine = config.engine.tensor_parallel_size
     others = devices_of(config) - config.engine.num_engines * of_engine - config.training.num_workers

@@ -23,6 +23,8 @@ from skyrl_async.metrics.trace_parts import Span
 from skyrl_async.record.ended import Outcome
 from skyrl_async.simulator.models import KnownGroup, Turn
 
+WITHOUT_DEVICES = "devices"
+"""Track of the spans in which others compute on the engines' devices."""
 Floats: TypeAlias = NDArray[np.float64]
 _ROUNDING = 1e-9
 
@@ -39,7 +41,8 @@ class Calls:
     num_turns: Floats
     """1, or those of the sample."""
     seconds: Floats
-    """In an engine or waiting for one, without the time in which engines stood still for an update."""
+    """In an engine or waiting for one, without the time in which engines stood still: for an update, or while others computed on their
+    devices."""
     environment_seconds: Floats
     """What followed until the next reply was asked for, or the sample's end."""
     waiting: Floats
@@ -234,7 +237,7 @@ class Samples:
         starts = OverTime(
             np.concatenate([began, moments]), np.concatenate([np.full(len(began), 1 / self._num_engines), continued])
         )
-        pauses = spans_over_time(self._pauses)
+        pauses = spans_over_time([*self._pauses, *(span for span in spans if span.track == WITHOUT_DEVICES)])
         # Waiting is counted while engines run, as ``seconds`` is.
         running = [times - pauses.integral(np.zeros(len(times)), times) for times in (self.begin, self.end, moments)]
         order, places = np.array(self._of_rows("admission_index"), float), self._share / self._num_engines

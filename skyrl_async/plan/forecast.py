@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import BOUND_NAMES
-from skyrl_async.plan.measured import Measured, samples_per_step, stages_on_policy_workers
+from skyrl_async.plan.measured import Measured, samples_per_step
 from skyrl_async.plan.model import Model, fit, settings_of, stage_seconds
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledPolicy
@@ -34,6 +34,7 @@ _LARGE_STEP = 2_000
 """Samples of a step from which on two replicates do."""
 _LEAST_STEPS, _MOST_STEPS = 4, 25
 """Fewest and most steps that a replicate measures, a hundred in all; the last wave is measured whole."""
+_WAITS = ("timing/wait_for_groups", "timing/wait_for_devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Forecast:
     high_seconds: float
     """``spread_seconds``, and twice what forecasts of runs were off by, around ``step_seconds``."""
     trainer_idle_frac: float
-    """Share of a step in which the trainer waits for groups."""
+    """Share of a step in which the trainer waits for groups, or for devices that it shares."""
     engines_idle_frac: float
     """Share of the time in which an engine has no request."""
     requests_per_engine: float
@@ -141,14 +142,14 @@ class Planner:
         stages: Sequence[Mapping[str, float]],
         on_progress: Callable[[int, int], object],
     ) -> "list[_Simulated]":
-        simulate, found = partial(_simulated, stages_on_policy_workers(self.config)), list[_Simulated]()
+        found = list[_Simulated]()
         with contextlib.ExitStack() as stack:
-            results: Iterable[_Simulated] = map(simulate, stages, settings)
+            results: Iterable[_Simulated] = map(_simulated, stages, settings)
             if self._num_processes > 1:
                 pool = ProcessPoolExecutor(
                     self._num_processes, mp_context=get_context("spawn"), initializer=raise_gc_thresholds
                 )
-                results = stack.enter_context(pool).map(simulate, stages, settings)
+                results = stack.enter_context(pool).map(_simulated, stages, settings)
             for done, one in enumerate(results, 1):
                 found.append(one)
                 on_progress(done, len(settings))
@@ -188,15 +189,13 @@ def _measured_steps(settings: SimulationSettings) -> tuple[int, int]:
     return max(2, wave), math.ceil(num_steps / wave) * wave
 
 
-def _simulated(
-    on_policy_workers: Collection[str], stages: Mapping[str, float], settings: SimulationSettings
-) -> _Simulated:
+def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Simulated:
     """Run the loop until enough steps are measured."""
     num_left_out, num_measured = _measured_steps(settings)
 
     def works(policy: ModelledPolicy) -> dict[str, Callable[[Group], Any]]:
         return {
-            name: partial(_after, policy.compute if name in on_policy_workers else asyncio.sleep, seconds)
+            name: partial(_after, policy.compute if name in settings.on_policy_workers else asyncio.sleep, seconds)
             for name, seconds in stages.items()
         }
 
@@ -225,7 +224,7 @@ def _simulated(
     seconds = sum(values["timing/step"] for values in steps)
     return _Simulated(
         step_seconds=seconds / len(steps),
-        trainer_idle_frac=sum(values.get("timing/wait_for_groups", 0.0) for values in steps) / seconds,
+        trainer_idle_frac=sum(values.get(name, 0.0) for values in steps for name in _WAITS) / seconds,
         engines_idle_frac=engines_idle_frac,
         requests_per_engine=requests_per_engine,
         staleness_mean=fmean(values["async/staleness_mean"] for values in steps),

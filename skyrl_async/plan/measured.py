@@ -27,7 +27,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
 from skyrl_async.metrics.tracker import read_rows
-from skyrl_async.plan.calls import Calls, Floats, OverTime, Samples, groups_of, spans_over_time
+from skyrl_async.plan.calls import WITHOUT_DEVICES, Calls, Floats, OverTime, Samples, groups_of, spans_over_time
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, TRAINING_CORES, slowdown
@@ -169,16 +169,18 @@ def _speed(
     if num_cores is None:
         return OverTime(np.zeros(1), np.ones(1))
 
-    def within(*names: str) -> OverTime:
-        return spans_over_time(span for span in spans if span.name in names)
+    loading = spans_over_time(span for span in spans if span.name == "pause")
+    standing = spans_over_time(span for span in spans if span.track == WITHOUT_DEVICES)
+    training = spans_over_time(span for span in spans if _is_on_policy_workers(span, between_gradients))
+    publishing = spans_over_time(span for span in spans if span.name in ("send", "stage"))
+    times = np.unique(np.concatenate([one.times for one in (requests, loading, standing, training, publishing)]))
 
-    computing = (
-        ((requests, within("pause")), config.engine.num_engines * ENGINE_CORES),  # they load as they sample
-        ((spans_over_time(s for s in spans if _is_on_policy_workers(s, between_gradients)),), TRAINING_CORES),
-        ((within("send", "stage"),), PUBLISH_CORES),
-    )
-    times = np.unique(np.concatenate([one.times for parts, _ in computing for one in parts]))
-    wanted = sum(cores * np.minimum(1.0, sum(one.since(times) for one in parts)) for parts, cores in computing)
+    def share(*parts: OverTime) -> Floats:
+        return np.minimum(1.0, sum(one.since(times) for one in parts))
+
+    engines = share(requests, loading) * (1 - share(standing))  # they load as they sample
+    wanted = config.engine.num_engines * ENGINE_CORES * engines
+    wanted += TRAINING_CORES * share(training) + PUBLISH_CORES * share(publishing)
     return OverTime(times, np.diff([0.0, *(1 / slowdown(cores, num_cores) for cores in np.asarray(wanted))]))
 
 

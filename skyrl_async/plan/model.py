@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.plan.calls import Floats
@@ -241,6 +242,9 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         known_groups=groups,
         call_seconds=model.call_seconds,
         shared_cores=model.shared_cores,
+        shared_by=sharing_stages(config),
+        on_policy_workers=tuple(stages_on_policy_workers(config)),
+        min_generation_slice_s=config.placement.min_generation_slice_s,
         block_tokens=1024,
         continues_aborted=True,
         seconds_per_group=model.group_seconds,
@@ -274,15 +278,13 @@ def stage_seconds(model: Model, config: Config, lengths: float) -> dict[str, flo
 
 
 def _streams(config: Config) -> bool:
-    """Whether groups are trained as they finish; of a user's own algorithm only its configuration is known."""
+    """Whether groups are trained as they finish."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
-    estimator = ADVANTAGE_ESTIMATORS.entries.get(algorithm.advantage_estimator)
-    loss = POLICY_LOSSES.entries.get(algorithm.policy_loss_type)
     needs_whole_step = (
         algorithm.advantage_batch_normalize
         or trainer.steps_per_batch > 1
         or trainer.schedule is not Schedule.fully_async
-        or (estimator is not None and estimator.needs_mini_batch)
-        or (loss is not None and loss.marker is not None)
+        or ADVANTAGE_ESTIMATORS.entry(algorithm.advantage_estimator).needs_mini_batch
+        or POLICY_LOSSES.entry(algorithm.policy_loss_type).marker is not None
     )
     return trainer.stream_mini_batch is not False and not needs_whole_step

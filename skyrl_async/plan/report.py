@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from skyrl_async.config.rules.placement import stage_sizes
+from skyrl_async.config.rules.placement import sharing_stages, stage_sizes
 from skyrl_async.config.schema.run import Config
 from skyrl_async.plan.forecast import Forecast, WhatIf, config_of, simplified
 
@@ -114,7 +114,7 @@ def sentences(rows: Sequence[Row], config: Config) -> list[str]:
 
     Of what-ifs that change several things those are compared that are else as ``config`` is, where the table has such.
     """
-    found = [_what_binds(rows[0].forecast)]
+    found = [_what_binds(rows[0].forecast, config)]
     for key in ("engine.num_engines", "training.num_workers"):
         for rest, of_rest in _by_the_rest(rows, key, config):
             found += [_gain(key, rest, fewer, more) for fewer, more in pairwise(of_rest)]
@@ -130,11 +130,14 @@ def sentences(rows: Sequence[Row], config: Config) -> list[str]:
     return found
 
 
-def _what_binds(found: Forecast) -> str:
+def _what_binds(found: Forecast, config: Config) -> str:
     trainer, engines = (
         f"the trainer is idle for {found.trainer_idle_frac:.0%} of the time",
         f"engines for {found.engines_idle_frac:.0%}",
     )
+    for stages in sharing_stages(config):
+        if "policy" in stages:
+            return f"{' and '.join(stages)} share devices: as it is, {trainer}, {engines}"
     if found.trainer_idle_frac <= _SAME_SPEED:
         return f"training binds: as it is, {trainer}, {engines}"
     if found.engines_idle_frac <= 4 * _SAME_SPEED:

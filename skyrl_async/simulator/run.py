@@ -134,8 +134,10 @@ class SimulationSettings:
     apply_overlong_filtering: bool = False
     sample_full_batch: bool = False
     max_filtered_in_a_row: int = 0
-    shared_by: tuple[str, ...] = ()
-    """Stages that share devices: ``policy``, ``ref``, ``logp``, ``generate``."""
+    shared_by: tuple[tuple[str, ...], ...] = ()
+    """Groups of stages that share devices, such as ``(("policy", "ref", "logp", "generate"),)``."""
+    on_policy_workers: tuple[str, ...] = ()
+    """Stages between the reward and training that the policy's workers compute."""
     min_generation_slice_s: float = 1.0
     stall_warning_s: float = math.inf
     """Seconds without progress after which the watchdog reports."""
@@ -161,6 +163,10 @@ def lognormal_length(
         return max(1, min(round(drawn), longest))
 
     return length
+
+
+_MEMBERS = {"ref_logp": "ref", "teacher_logp": "teacher", "values": "critic"}
+"""Stage -> which workers compute it, where the name is another."""
 
 
 def _as_long_as_asked(prompt: tuple[int, ...], request_seed: int | None) -> int:
@@ -223,7 +229,7 @@ class Simulation:
             placement=placement(config),
         )
         self.policy = from_section(ModelledPolicy, settings, machine=machine)
-        self.device_groups = groups_by_member([settings.shared_by] if settings.shared_by else [])
+        self.device_groups = groups_by_member(settings.shared_by)
         self.engine_time_sharing = self._time_sharing() if GENERATE in self.device_groups else None
         self.publisher = self._make_publisher()
         parts = Parts(
@@ -251,7 +257,11 @@ class Simulation:
             ),
             # A stage leases devices as separate workers of its own would.
             works={
-                name: on_leased_devices(work, {"ref_logp": "ref"}.get(name, name), self.device_groups)
+                name: on_leased_devices(
+                    work,
+                    "policy" if name in settings.on_policy_workers else _MEMBERS.get(name, name),
+                    self.device_groups,
+                )
                 for name, work in prepare_with(self.policy).items()
             },
             make_buffer=make_buffer,

@@ -48,6 +48,13 @@ def needed_stages(config: Config) -> frozenset[str]:
     return frozenset({"generate", *stage_sizes(config)})
 
 
+def sharing_stages(config: Config) -> tuple[tuple[str, ...], ...]:
+    """The stages that share devices in time, group by group."""
+    present = needed_stages(config)
+    groups = (tuple(stage for stage in group if stage in present) for group in config.placement.groups or ())
+    return tuple(group for group in groups if len(group) > 1)
+
+
 def on_policy_workers(config: Config) -> list[str]:
     """Which of ``ref`` and ``logp`` the policy workers compute: what is asked for and has no workers of its own."""
     algorithm = config.trainer.algorithm

@@ -254,7 +254,7 @@ SHARED = SimulationSettings(
     seconds_per_token=5e-5,
     step_seconds=0.05,
     max_staleness_steps=4,
-    shared_by=("policy", "ref", "logp", "generate"),
+    shared_by=(("policy", "ref", "logp", "generate"),),
 )
 
 

@@ -137,7 +137,7 @@ def test_training_that_waits_for_its_devices_processes_nothing() -> None:
         mean_tokens=1000.0,
         max_staleness_steps=2,
         seconds_per_token=2e-4,
-        shared_by=("policy", "generate"),
+        shared_by=(("policy", "generate"),),
         min_generation_slice_s=5.0,
     )
 

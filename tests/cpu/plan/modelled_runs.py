@@ -37,7 +37,11 @@ def recorded(
         return list(rows.values())
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    config = changed(_config(settings, 0), {"engine.max_num_seqs": settings.max_num_seqs or 64})
+    asked: dict[str, Any] = {"engine.max_num_seqs": settings.max_num_seqs or 64}
+    if settings.shared_by:
+        asked |= {"placement.groups": [list(group) for group in settings.shared_by], "placement.devices": [1]}
+        asked["placement.min_generation_slice_s"] = settings.min_generation_slice_s
+    config = changed(_config(settings, 0), asked)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     rows = run_in_virtual_time(main())
     for row in rows:

@@ -178,7 +178,7 @@ def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
     settings = replace(PLANTED, num_steps=None, stage_seconds=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MOST_STEPS, 5)
-        found = _simulated((), {}, settings)
+        found = _simulated({}, settings)
 
     async def main() -> list[float]:
         simulation = Simulation(replace(settings, num_steps=14))
@@ -266,7 +266,6 @@ def test_a_request_waits_for_a_place_until_older_ones_have_left_theirs() -> None
         ("algorithm.advantage_estimator", "reinforce++", False),
         ("algorithm.policy_loss_type", "clip_cov", False),
         ("algorithm.advantage_batch_normalize", True, False),
-        ("algorithm.advantage_estimator", "own.module:estimator", True),
         ("update_epochs_per_batch", 2, False),
         ("schedule", Schedule.one_step_off, False),
     ],
@@ -444,6 +443,22 @@ def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
         PLANTED.seconds_per_group + tokens * PLANTED.seconds_per_token, rel=0.1
     )
     assert abs(error_of_its_model(run, monkeypatch)) < 0.1
+
+
+def test_stages_that_share_devices_take_turns_in_the_model_too(tmp_path: Path) -> None:
+    shared = replace(PLANTED, shared_by=(("policy", "generate"),), min_generation_slice_s=0.5)
+    recorded(shared, tmp_path / "run")
+    planner = Planner(measured(tmp_path / "run"), num_processes=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MOST_STEPS, 20)
+        as_it_is, synchronous = planner.forecasts([WhatIf(), WhatIf(keys={"trainer.max_staleness_steps": 0})])
+    assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.1
+    truth = step_seconds(replace(shared, max_staleness_steps=0, num_workers=8, seed=3), tmp_path / "synchronous")
+    assert synchronous.step_seconds == pytest.approx(truth, rel=0.1)
+    rows = [row_of(planner.config, WhatIf(), as_it_is, None)]
+    assert sentences(rows, planner.config)[0].startswith(
+        "policy and generate share devices: as it is, the trainer is idle"
+    )
 
 
 def test_a_bound_is_asked_whatever_its_name_in_the_run() -> None:

@@ -124,7 +124,7 @@ def test_a_critic_that_shares_its_devices_changes_no_bit_of_the_losses_and_weigh
     policy_dir: Path, synchronous: Outcome, tmp_path: Path, beside: tuple[str, ...]
 ) -> None:
     shared: list[DeviceGroup] = []
-    job = replace(JOB, shared_by=("critic", *beside))
+    job = replace(JOB, shared_by=(("critic", *beside),))
     assert synchronous == train(job, policy_dir, tmp_path, lambda run: shared.append(run.device_groups["critic"]))
     num_leases = shared[0]._queue.statistics(now=0.0).num_leases["critic"]
     of_values, of_training = 3 * NUM_STEPS, 4 * NUM_STEPS

@@ -12,7 +12,7 @@ from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.time_sharing import lease_of
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.placement import device_plan
+from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.logprob_workers import ForwardWorkers, LogprobWorkers
@@ -117,7 +117,7 @@ def job_placed(groups: str) -> Job:
         f"placement.ratios=[{','.join([str(1 / num_groups)] * num_groups)}]",
         "placement.num_cpu_slots=4",
     )
-    return Job(training={**KL, "policy_loss": "decoupled_ppo"}, plan=device_plan(config, 4))
+    return Job(training={**KL, "policy_loss": "decoupled_ppo"}, shared_by=sharing_stages(config))
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from skyrl_async.algorithms.step_advantages import StepAdvantages
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.checkpoint.checkpointer import Checkpointer, read_state
 from skyrl_async.composition.parts import critic_training
-from skyrl_async.composition.time_sharing import device_groups, lease_of, leasing_policy, on_leased_devices
+from skyrl_async.composition.time_sharing import lease_of, leasing_policy, on_leased_devices
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.device_plan import DevicePlan
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.generator import GeneratorConfig, SamplingConfig
 from skyrl_async.config.schema.policy import LoraConfig, LoraPublish
@@ -121,10 +120,8 @@ class Job:
     publishes_between_batches: bool = False
     env_class: str = "letters"
     sampling: SamplingParams = SAMPLING
-    shared_by: tuple[str, ...] = ()
-    """Stages on the same devices."""
-    plan: DevicePlan | None = None
-    """The same, of a configuration."""
+    shared_by: tuple[tuple[str, ...], ...] = ()
+    """Groups of stages on the same devices."""
     training: dict[str, Any] = field(default_factory=dict)
     """More settings of the policy; with ``teacher_coef`` there is a teacher, the initial policy."""
     estimator: str = "grpo"
@@ -234,7 +231,7 @@ def build(job: Job, policy_dir: Path, directory: Path) -> Running:
     )
     client = InferenceEngineClient([engine], tokenizer=tokenizer, max_model_len=256)
     policy = InProcessPolicy(settings)
-    groups = device_groups(job.plan) or groups_by_member([job.shared_by] if job.shared_by else [])
+    groups = groups_by_member(job.shared_by)
     leasing = leasing_policy(policy, groups)
     clock = asyncio.get_running_loop().time
     turns = None
@@ -380,13 +377,13 @@ def test_engines_that_share_their_devices_with_the_policy_change_no_bit_of_the_l
     policy_dir: Path, synchronous: Outcome, tmp_path: Path
 ) -> None:
     """Its probes and its publishes come in turns too."""
-    assert synchronous == train(Job(shared_by=("policy", "generate")), policy_dir, tmp_path)
+    assert synchronous == train(Job(shared_by=(("policy", "generate"),)), policy_dir, tmp_path)
 
 
 @pytest.mark.slow
 def test_nor_does_it_of_dialogues_whose_episodes_are_frozen_in_any_turn(policy_dir: Path, tmp_path: Path) -> None:
     job = Job(env_class="dialogue")
-    shared = train(replace(job, shared_by=("policy", "ref", "generate")), policy_dir, tmp_path / "shared")
+    shared = train(replace(job, shared_by=(("policy", "ref", "generate"),)), policy_dir, tmp_path / "shared")
     assert shared == train(job, policy_dir, tmp_path / "separate")
 
 

@@ -29,7 +29,7 @@ SHARED = SimulationSettings(
     send_seconds=0.4,
     stage_seconds=0.1,
     load_seconds=0.3,
-    shared_by=("policy", "generate"),
+    shared_by=(("policy", "generate"),),
 )
 
 
@@ -126,7 +126,7 @@ def test_whatever_shares_devices_and_however_staleness_is_bound_every_step_is_tr
     """Training waits for the oldest group while its engines stand still: that would be for ever."""
     job = replace(
         SHARED,
-        shared_by=placement,
+        shared_by=(placement,),
         staleness_policy="wait" if deterministic else staleness_policy,
         max_staleness_steps=bound,
         publish_every_steps=min(every, bound + 1),
@@ -156,7 +156,7 @@ def test_one_step_off_on_shared_devices_is_the_sum_of_both(sigma: float) -> None
 
 def test_synchronous_training_is_the_same_wherever_it_is_placed_and_validation_is_generation() -> None:
     job = replace(SHARED, max_staleness_steps=0, eval_interval_steps=1, num_eval_prompts=2)
-    steps = [run(replace(job, shared_by=shared)).policy.steps for shared in [(), ("policy", "generate")]]
+    steps = [run(replace(job, shared_by=shared)).policy.steps for shared in [(), (("policy", "generate"),)]]
     assert steps[0] == steps[1]
 
 
