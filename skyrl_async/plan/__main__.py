@@ -29,7 +29,7 @@ from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.plan.description import check_memory, described
 from skyrl_async.plan.findings import findings
-from skyrl_async.plan.forecast import Planner, WhatIf, config_of, raise_gc_thresholds
+from skyrl_async.plan.forecast import Planner, WhatIf, config_of, prepare_process
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import Model
 from skyrl_async.plan.report import Row, devices_of, name_of, row_of, sentences, table
@@ -247,5 +247,5 @@ def _check(known: Measured | Model, what_if: WhatIf) -> None:
 
 
 if __name__ == "__main__":
-    raise_gc_thresholds()
+    prepare_process()
     sys.exit(main())

@@ -9,10 +9,11 @@ Times are seconds since the run's trace began.
 import itertools
 import math
 from bisect import insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -94,8 +95,15 @@ def _replies(row: Mapping[str, Any]) -> list[_Reply]:
     ]
 
 
-def groups_of(rows: Sequence[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
-    """Turns of each sample; of replies that are known together only, equal shares."""
+def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, Any]] = ()) -> tuple[KnownGroup, ...]:
+    """Turns of each sample; of replies that are known together only, equal shares.
+
+    What failed samples did is not recorded: they get the mean tokens of the others, and their own seconds.
+
+    Args:
+        rows: of samples that did not fail.
+        failed: of samples that did.
+    """
     groups: dict[tuple[int, bool], list[tuple[Turn, ...]]] = defaultdict(list)
     newest = max((row["admission_index"] for row in rows if row["outcome"] != Outcome.FILTERED), default=math.inf)
     for row in rows:
@@ -106,8 +114,15 @@ def groups_of(rows: Sequence[Mapping[str, Any]]) -> tuple[KnownGroup, ...]:
             ends = [reply.num_tokens * turn // reply.num_turns for turn in range(reply.num_turns + 1)]
             turns += [(max(1, e - b), reply.environment_seconds / reply.num_turns) for b, e in pairwise(ends)]
         groups[row["admission_index"], row["outcome"] == Outcome.FILTERED].append(tuple(turns))
+    mean_tokens = max(1, round(fmean(row["num_sampled_tokens"] for row in rows)))
+    in_engine = fmean(sum(reply.engine_seconds for reply in _replies(row)) for row in rows)
+    num_failing = Counter(row["admission_index"] for row in failed if row["admission_index"] <= newest)
+    for row in failed:
+        if row["admission_index"] in num_failing:
+            groups[row["admission_index"], False].append(((mean_tokens, max(0.0, row["seconds"] - in_engine)),))
     return tuple(
-        KnownGroup(samples=tuple(samples), is_filtered=is_filtered) for (_, is_filtered), samples in groups.items()
+        KnownGroup(samples=tuple(samples), num_failing=num_failing[index], is_filtered=is_filtered)
+        for (index, is_filtered), samples in groups.items()
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -147,7 +148,7 @@ class Planner:
             results: Iterable[_Simulated] = map(_simulated, stages, settings)
             if self._num_processes > 1:
                 pool = ProcessPoolExecutor(
-                    self._num_processes, mp_context=get_context("spawn"), initializer=raise_gc_thresholds
+                    self._num_processes, mp_context=get_context("spawn"), initializer=prepare_process
                 )
                 results = stack.enter_context(pool).map(_simulated, stages, settings)
             for done, one in enumerate(results, 1):
@@ -156,11 +157,13 @@ class Planner:
         return found
 
 
-def raise_gc_thresholds() -> None:
-    """In a process that simulates: it makes millions of objects and next to no cyclic garbage, and looking for it took a fifth of its time.
+def prepare_process() -> None:
+    """In a process that simulates: modelled failures are not reported, and garbage is looked for rarely.
 
-    200,000 young objects, some tens of MB, may be garbage until they are looked at.
+    A simulation makes millions of objects and next to no cyclic garbage, and looking for it took a fifth of its time. 200,000 young
+    objects, some tens of MB, may be garbage until they are looked at.
     """
+    logging.disable(logging.ERROR)
     gc.set_threshold(200_000, 50)
 
 

@@ -28,6 +28,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.plan.calls import WITHOUT_DEVICES, Calls, Floats, OverTime, Samples, groups_of, spans_over_time
+from skyrl_async.record.ended import OTHERS_FAILED, Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, TRAINING_CORES, slowdown
@@ -43,9 +44,9 @@ _MOST_STEPS = 50
 """Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
 """Most samples of the steps that are read, but for ``MIN_STEPS``; fewer large steps are read than small ones."""
-_OUTCOMES = ("trained", "filtered", "masked", "abandoned")
+_OUTCOMES = ("trained", "filtered", "masked", "abandoned", "failed")
 _COLUMNS = (
-    *("outcome", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
+    *("outcome", "reason", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
 )
 _STAGES = ("ref_logp", "logp", "teacher_logp", "values")
@@ -131,7 +132,7 @@ def measured(run_dir: Path) -> Measured:
     steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
     as_traced, between_gradients = list(read_spans(run_dir)), stages_on_policy_workers(config)
     spans = _from_their_turn(as_traced, between_gradients) if between_gradients else as_traced
-    rows = _rows(run_dir, steps[0]["step"])
+    rows, failed = _rows(run_dir, steps[0]["step"])
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}
     rows = [row for row in rows if (row["uid"], row["scheduled_version"]) in begins]
     if not rows:
@@ -147,7 +148,7 @@ def measured(run_dir: Path) -> Measured:
         steps=tuple(steps),
         calls=samples.calls(steps[0]["step"], spans, speed),
         gradients=_gradients(rows, spans, speed, steps[0]["step"]),
-        groups=groups_of(rows),
+        groups=groups_of(rows, failed),
         unsampled_tokens=float(
             np.mean([row["num_prompt_tokens"] + row["num_response_tokens"] - row["num_sampled_tokens"] for row in rows])
         ),
@@ -223,8 +224,9 @@ def _steps(path: Path) -> list[Step]:
     return list({row["step"]: row for row in rows if "timing/step" in row}.values())
 
 
-def _rows(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
-    """One row per sample of training that has tokens, at least from ``first_step`` on: of its branches the one with the most."""
+def _rows(run_dir: Path, first_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row per sample of training that has tokens, at least from ``first_step`` on: of its branches the one with the most. Then a row
+    per failed sample."""
     files = files_in(run_dir / DIRECTORY)
     end, num_rows = files[-1].end if files else 0, _MAX_ROWS
     while True:
@@ -233,18 +235,24 @@ def _rows(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
         if num_rows >= end or (found and found[0]["step"] < first_step):
             break
         num_rows *= 2
-    missing = [name for name in _NEEDED if any(row[name] is None for row in found)]
+    finished = [row for row in found if not _has_failed(row)]
+    failed = [row for row in found if _has_failed(row) and row["admission_index"] is not None]  # not held out
+    missing = [name for name in _NEEDED if any(row[name] is None for row in finished)]
     if missing:
         raise ConfigError(
             f"{run_dir}/{DIRECTORY} must have {', '.join(missing)} of each sample: was it written by another version?"
         )
     longest: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in found:
+    for row in finished:
         if row["num_sampled_tokens"]:
             known = longest.get(key := (row["admission_index"], row["sample"]))
             if known is None or row["num_sampled_tokens"] > known["num_sampled_tokens"]:
                 longest[key] = row
-    return list(longest.values())
+    return list(longest.values()), failed
+
+
+def _has_failed(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] == Outcome.FAILED and row["reason"] != OTHERS_FAILED
 
 
 def _gradients(rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: OverTime, first_step: int) -> Gradients:

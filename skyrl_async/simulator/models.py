@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_async.columns import Advantages, TokenIds, VersionSpans, token_ids
+from skyrl_async.errors import GenerationError
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.record.ended import CountsSamples, EndedGroup, Outcome
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
@@ -136,6 +137,8 @@ class KnownGroup:
 
     samples: tuple[tuple[Turn, ...], ...]
     """The turns of each."""
+    num_failing: int = 0
+    """How many of the samples, the last ones, fail at their end."""
     is_filtered: bool = False
     """Whether all have the same reward, so that dynamic sampling filters the group."""
 
@@ -175,12 +178,14 @@ class ModelledGenerator:
     async def _known(
         self, request: GroupRequest, prompt: TokenIds, known: KnownGroup, first: int, index: int
     ) -> Trajectory:
-        completions = []
-        for num_tokens, environment_seconds in known.samples[(first + index) % len(known.samples)]:
+        completions, sample = [], (first + index) % len(known.samples)
+        for num_tokens, environment_seconds in known.samples[sample]:
             sampling = _of_length(request.sampling, num_tokens)
             completions.append(await self._sampler.generate_tokens(prompt, sampling, priority=request.priority))
             if seconds := environment_seconds + self._call_seconds:
                 await asyncio.sleep(seconds)
+        if sample >= len(known.samples) - known.num_failing:
+            raise GenerationError("it failed in the run, too")
         versions = VersionSpans.joined([one.versions for one in completions])
         tokens, mask, logprobs = (column[: len(versions)] for column in _KNOWN_COLUMNS)
         return Trajectory(

@@ -41,6 +41,7 @@ def recorded(
     if settings.shared_by:
         asked |= {"placement.groups": [list(group) for group in settings.shared_by], "placement.devices": [1]}
         asked["placement.min_generation_slice_s"] = settings.min_generation_slice_s
+    asked["generator.on_failed_samples"] = settings.on_failed_samples
     config = changed(_config(settings, 0), asked)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     rows = run_in_virtual_time(main())

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.config.load import changed, from_overrides, to_yaml
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
+from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
 from skyrl_async.plan.__main__ import main
@@ -422,6 +423,23 @@ def test_groups_that_are_filtered_are_generated_and_not_trained(
     run = measured(tmp_path)
     assert 0.5 < fmean(group.is_filtered for group in run.groups) < 0.7
     assert findings(run) == [] and abs(error_of_its_model(run, monkeypatch)) < 0.1
+
+
+@pytest.mark.parametrize("on_failed_samples", [OnFailedSamples.train_rest, OnFailedSamples.drop])
+def test_samples_that_fail_are_generated_and_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failed_samples: OnFailedSamples
+) -> None:
+    groups = tuple(
+        replace(group, samples=(*group.samples[:3], ((100, 2.0),)), num_failing=1) if number % 3 == 0 else group
+        for number, group in enumerate(known_groups())
+    )
+    failing = replace(PLANTED, known_groups=groups, on_failed_samples=on_failed_samples, max_failed_fraction=1.0)
+    recorded(replace(failing, num_eval_prompts=64), tmp_path)
+    run = measured(tmp_path)
+    (said,) = findings(run)
+    assert "% of the samples failed; as many do in the forecast" in said
+    assert sum(group.num_failing for group in run.groups) == pytest.approx(len(run.groups) / 3, rel=0.3)
+    assert abs(error_of_its_model(run, monkeypatch)) < 0.1
 
 
 def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
