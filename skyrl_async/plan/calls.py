@@ -98,7 +98,8 @@ def _replies(row: Mapping[str, Any]) -> list[_Reply]:
 def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, Any]] = ()) -> tuple[KnownGroup, ...]:
     """Turns of each sample; of replies that are known together only, equal shares.
 
-    What failed samples did is not recorded: they get the mean tokens of the others, and their own seconds.
+    Of failed samples only their seconds are recorded: in the mean they are taken to have spent as long in engines as the others, and
+    sampled as fast.
 
     Args:
         rows: of samples that did not fail.
@@ -114,12 +115,15 @@ def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, A
             ends = [reply.num_tokens * turn // reply.num_turns for turn in range(reply.num_turns + 1)]
             turns += [(max(1, e - b), reply.environment_seconds / reply.num_turns) for b, e in pairwise(ends)]
         groups[row["admission_index"], row["outcome"] == Outcome.FILTERED].append(tuple(turns))
-    mean_tokens = max(1, round(fmean(row["num_sampled_tokens"] for row in rows)))
+    mean_tokens = fmean(row["num_sampled_tokens"] for row in rows)
     in_engine = fmean(sum(reply.engine_seconds for reply in _replies(row)) for row in rows)
-    num_failing = Counter(row["admission_index"] for row in failed if row["admission_index"] <= newest)
+    lasted = max(in_engine, fmean(row["seconds"] for row in failed)) if failed else in_engine
+    num_failing: Counter[int] = Counter()
     for row in failed:
-        if row["admission_index"] in num_failing:
-            groups[row["admission_index"], False].append(((mean_tokens, max(0.0, row["seconds"] - in_engine)),))
+        if (index := row["admission_index"]) <= newest:
+            num_failing[index] += 1
+            share = row["seconds"] / lasted
+            groups[index, False].append(((max(1, round(share * mean_tokens)), share * (lasted - in_engine)),))
     return tuple(
         KnownGroup(samples=tuple(samples), num_failing=num_failing[index], is_filtered=is_filtered)
         for (index, is_filtered), samples in groups.items()

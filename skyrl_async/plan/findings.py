@@ -69,10 +69,10 @@ def _slow_engines(run: Measured) -> Iterator[str]:
 
 
 def _failures(run: Measured) -> Iterator[str]:
-    """Failed samples are generated and not trained; with how many tokens is not recorded."""
+    """How many tokens failed samples had is not recorded, and engines that die are not in the model."""
     if (failed := run.mean("generate/failed_frac")) > _FAILED:
         yield (
-            f"{failed:.0%} of the samples failed; as many do in the forecast, with the mean tokens of the others and their own seconds"
+            f"{failed:.0%} of the samples failed; as many do in the forecast, after as many seconds, in which they sample as the others do"
         )
     if restarts := run.steps[-1].get("engines/restarts", 0.0) - run.steps[0].get("engines/restarts", 0.0):
         yield f"engines were restarted {restarts:.0f} times; the forecast has none that die"
