@@ -67,7 +67,7 @@ class Placement:
         self._running: dict[str, _Running] = {}
         self._weights: defaultdict[str, float] = defaultdict(float)
         self._places: dict[str, int] = {}
-        """Engine -> its place among those that ``_emptiest`` was last asked for."""
+        """Engine -> its place among those that take requests; empty when they are to be ranked anew."""
         self._emptiest_first: list[tuple[float, int, int, str]] = []
         """Heap of (weight, cached blocks, place, engine), with one entry of each that is true; others are old."""
         self._newest = 0
@@ -99,7 +99,10 @@ class Placement:
             heappush(self._emptiest_first, (self.load(engine), self.caches.num_blocks(engine), place, engine))
 
     def choose(self, engines: Mapping[str, object], generation_id: str, call: EngineRequest) -> str:
-        """The engine of a generation's next call, out of at least one. It runs there from now on."""
+        """The engine of a generation's next call, out of at least one. It runs there from now on.
+
+        ``engines`` are the same as before, unless ``engines_changed`` was called.
+        """
         prefixes = prefixes_of(call.prompt_token_ids)
         engine = self._wanted.pop(generation_id, "")
         if engine not in engines:
@@ -119,7 +122,7 @@ class Placement:
 
     def _emptiest(self, engines: Mapping[str, object]) -> str:
         """The engine with the least weight, of these with the fewest cached blocks; from a heap, because there may be a thousand."""
-        if engines.keys() != self._places.keys() or len(self._emptiest_first) > 8 * len(engines) + 64:
+        if not self._places or len(self._emptiest_first) > 8 * len(engines) + 64:
             self._places = {engine: place for place, engine in enumerate(engines)}
             self._emptiest_first = []
             for engine in engines:
@@ -142,6 +145,10 @@ class Placement:
         self._num_started += call.num_sampled_tokens == 0
         self.caches.add(engine, prefixes)
         self._note(engine)
+
+    def engines_changed(self) -> None:
+        """``choose`` gets other engines from now on."""
+        self._places = {}
 
     def weights_updated(self) -> None:
         """All that engines had cached is gone, but for what running calls compute anew."""

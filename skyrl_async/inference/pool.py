@@ -264,12 +264,14 @@ class EnginePool:
         if name in self._slots or name in self._leaving:
             raise StateError(f"the name {name} is taken, by an engine or by requests that have yet to leave it")
         self._slots[name] = EngineSlot(engine)
+        self._placement.engines_changed()
         self.unavailable_reason = None
         self._notify()
 
     def _take_out(self, name: str) -> EngineSlot:
         """Send nothing more to an engine; its requests may end later."""
         slot = self._leaving[name] = self._slots.pop(name)
+        self._placement.engines_changed()
         self._forget(name)
         self._notify()
         return slot

@@ -180,6 +180,7 @@ class RoutingMachine(RuleBasedStateMachine):
             self.cached[name] = {}
         else:
             self.engines[name] = None
+        self.placement.engines_changed()
 
     @invariant()
     def loads_add_up(self) -> None:
