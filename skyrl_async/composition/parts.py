@@ -181,17 +181,20 @@ class Parts:
     fleet: Fleet | None = None
     """Keeps the engines alive; None where they are not processes of their own."""
 
+    shared_cores: int = 0
+    """Cores of the machine on whose CPUs trainer and engines compute; 0: on devices."""
+
     def values(self) -> dict[str, float]:
         """Return what the parts count beside the trainer, by metric name."""
         num_restarts = self.policy.num_restarts + self.logprobs.num_restarts
         num_restarts += self.critic.num_restarts if self.critic else 0
-        restarts = {"trainer/restarts": float(num_restarts)}
+        values = {"trainer/restarts": float(num_restarts), "engines/shared_cores": float(self.shared_cores)}
         engines = self.fleet.statistics() if self.fleet else {}
         self.client.pool.measure_speeds()
         slowest, *others = sorted(self.client.pool.speeds.values()) or [0.0]
         if others:
             engines |= {"engines/slowest_frac": slowest / median(others)}
-        return restarts | self.publisher.lag_values() | lease_values(self.device_groups) | engines
+        return values | self.publisher.lag_values() | lease_values(self.device_groups) | engines
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         """Note that a checkpoint is complete."""

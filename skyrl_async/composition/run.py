@@ -4,6 +4,7 @@ task, policy files ──> Ray ──> engines, policy workers, endpoint ──>
 """
 
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ from skyrl_async.composition.publishing import check_shared_memory, make_publish
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.teachers import check_teachers, served_teachers
 from skyrl_async.config.rules.algorithm import needs_critic
+from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.rules.placement import sharing_stages
+from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, HARBOR_TASK
 from skyrl_async.harbor.trials import check_harbor
@@ -113,6 +116,7 @@ async def started_parts(
             publisher=publisher,
             endpoint_url=endpoint.base_url if endpoint else None,
             fleet=fleet,
+            shared_cores=(os.cpu_count() or 1) if engine_device(config.engine) is Device.cpu else 0,
         )
         await stack.enter_async_context(controlled(run_dir, fleet, parts.engines))
         await stack.enter_async_context(autoscaled(run_dir, fleet, config.engine))

@@ -9,7 +9,6 @@ Times are seconds since the run's trace began.
 
 import itertools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.config.load import built, changed, compose_config
-from skyrl_async.config.rules.devices import engine_device
 from skyrl_async.config.rules.placement import on_policy_workers
-from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
@@ -141,7 +138,9 @@ def measured(run_dir: Path) -> Measured:
         )
     begin = np.array([begins[row["uid"], row["scheduled_version"]] for row in rows])
     samples = Samples(rows, begin, spans, config)
-    shared_cores = os.cpu_count() if engine_device(config.engine) is Device.cpu else None
+    if (cores := steps[-1].get("engines/shared_cores")) is None:
+        raise ConfigError(f"{run_dir}/metrics.jsonl must have engines/shared_cores: was it written by another version?")
+    shared_cores = int(cores) or None
     speed = _speed(samples.open, spans, config, shared_cores, between_gradients)
     return Measured(
         config=config,

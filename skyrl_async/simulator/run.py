@@ -241,6 +241,7 @@ class Simulation:
             policy=self.policy,
             device_groups=self.device_groups,
             publisher=self.publisher,
+            shared_cores=settings.shared_cores or 0,
         )
         self.logged: list[tuple[int, dict[str, float]]] = []
         """(step, values) as the trainer logged them."""

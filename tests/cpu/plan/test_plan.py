@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import shutil
 from collections import Counter
@@ -77,7 +76,7 @@ PLANTED = SimulationSettings(
     send_seconds=0.01,
     stage_seconds=0.02,
     load_seconds=0.02,
-    shared_cores=os.cpu_count(),  # as the plan of a run on CPUs assumes
+    shared_cores=2,
 )
 
 
@@ -397,6 +396,16 @@ def test_a_run_whose_samples_lack_a_figure_is_refused_by_its_name(
     monkeypatch.setattr("skyrl_async.plan.measured.read_samples", without)
     assert main([str(run_dir)]) == 2
     assert "must have num_response_tokens of each sample: was it written by another version?" in capsys.readouterr().err
+
+
+def test_the_cores_of_a_run_are_those_that_it_had_and_one_that_does_not_say_is_refused(tmp_path: Path) -> None:
+    recorded(replace(PLANTED, num_steps=14, shared_cores=31), tmp_path)
+    assert measured(tmp_path).shared_cores == 31
+    recorded(replace(PLANTED, num_steps=14, shared_cores=None), tmp_path / "on_devices")
+    assert measured(tmp_path / "on_devices").shared_cores is None
+    recorded(replace(PLANTED, num_steps=14), tmp_path / "old", lambda row: row.pop("engines/shared_cores", None))
+    with pytest.raises(ConfigError, match="must have engines/shared_cores: was it written by another version?"):
+        measured(tmp_path / "old")
 
 
 def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
