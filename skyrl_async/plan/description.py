@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from skyrl_async.config.load import changed
+from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.fields import bounded, check_bounds
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
@@ -83,6 +84,8 @@ class Description:
     """Devices of an engine."""
     num_workers: int = bounded(4, ge=1)
     """Devices that train."""
+    shares_devices: bool = False
+    """Engines and training are on the same devices, one at a time (``placement.groups=[[policy,generate]]``)."""
     max_staleness_steps: int = bounded(4, ge=0)
     staleness_policy: StalenessPolicy = StalenessPolicy.wait
     policy_mini_batch_size: int = bounded(64, ge=1)
@@ -121,6 +124,11 @@ def described(path: Path) -> Model:
             "trainer.staleness_policy": found.staleness_policy,
             "trainer.policy_mini_batch_size": found.policy_mini_batch_size,
             "generator.n_samples_per_prompt": found.n_samples_per_prompt,
+            **(
+                {"placement.groups": [["policy", "generate"]], "placement.ratios": [1.0]}
+                if found.shares_devices
+                else {}
+            ),
         },
     )
     model = Model(
@@ -145,9 +153,16 @@ def described(path: Path) -> Model:
 
 def check_memory(model: Model, config: Config) -> None:
     """Raise ``ConfigError`` if the devices of ``config`` cannot hold the model; nothing is known of a run's."""
+    engine, training = config.engine.tensor_parallel_size, config.training.num_workers
+    if sharing_stages(config):
+        needed = model.parameters * (_TRAINING_BYTES / training + _ENGINE_BYTES / engine) / 1e9
+        if engine > 1 or config.engine.num_engines != training or needed > model.device_gb:
+            raise ConfigError(
+                "shares_devices must be false, or num_engines = num_workers and tensor_parallel_size = 1 with room for both on each device, "
+                f"got {config.engine.num_engines}, {training}, {engine}, and {needed:.0f} GB on a device of {model.device_gb:.0f} GB"
+            )
     if not model.parameters:
         return
-    engine, training = config.engine.tensor_parallel_size, config.training.num_workers
     for what, num_bytes, share, key, number in (
         ("the weights in an engine", _ENGINE_BYTES, _ENGINE_MEMORY_SHARE, "tensor_parallel_size", engine),
         ("weights, gradients and Adam's state", _TRAINING_BYTES, 1.0, "num_workers", training),

@@ -554,6 +554,11 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
         ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
         ("num_engine: 4\n", r"describes no cluster: .*num_engine"),
         (
+            "shares_devices: true\nparameters: 20e9\n",
+            r"shares_devices must be false, .*, got 4, 4, 1, and 120 GB on a device of 80 GB",
+        ),
+        ("shares_devices: true\nnum_workers: 8\nparameters: 1e9\n", r"shares_devices must be false, .*, got 4, 8, 1"),
+        (
             "lengths: {mean_tokens: 100, max_tokens: 10}\n",
             r"lengths.mean_tokens must be <= lengths.max_tokens \(10\), got 100",
         ),
