@@ -158,7 +158,7 @@ def check_memory(model: Model, config: Config) -> None:
         needed = model.parameters * (_TRAINING_BYTES / training + _ENGINE_BYTES / engine) / 1e9
         if engine > 1 or config.engine.num_engines != training or needed > model.device_gb:
             raise ConfigError(
-                "shares_devices must be false, or num_engines = num_workers and tensor_parallel_size = 1 with room for both on each device, "
+                "shares_devices must be false, or num_engines = num_workers, tensor_parallel_size = 1 and room for both on each device, "
                 f"got {config.engine.num_engines}, {training}, {engine}, and {needed:.0f} GB on a device of {model.device_gb:.0f} GB"
             )
     if not model.parameters:
