@@ -21,6 +21,7 @@ from typing import Any
 from skyrl_async.composition.control import CONTROL_FILE
 from skyrl_async.errors import ConfigError, InferenceError
 
+_LIST_TIMEOUT_S = 60.0
 _COLUMNS = ("name", "state", "serving", "restarts", "lag_steps", "tokens_per_call_second")
 
 
@@ -40,28 +41,36 @@ def _sent(run_dir: Path, request: dict[str, Any]) -> socket.socket:
     path = run_dir / CONTROL_FILE
     try:
         place = json.loads(path.read_text())
+        host, pid, address = place["host"], place["pid"], place["socket"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r}): it says where the trainer of {run_dir} listens") from error
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}): {run_dir} must be the directory of a run that trains now"
         ) from error
-    if place["host"] != socket.gethostname():
-        raise ConfigError(f"the trainer of {run_dir} is on {place['host']}, this is {socket.gethostname()}: ask there")
+    if host != socket.gethostname():
+        raise ConfigError(f"the trainer of {run_dir} is on {host}, this is {socket.gethostname()}: ask there")
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(place["socket"])
+        connection.connect(address)
     except OSError as error:
         connection.close()
         raise ConfigError(
-            f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {place['pid']}, was killed"
+            f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {pid}, was killed"
         ) from error
+    if request["action"] == "list":
+        connection.settimeout(_LIST_TIMEOUT_S)  # others boot or empty an engine first
     connection.sendall(json.dumps(request).encode() + b"\n")
     return connection
 
 
 def _answer(run_dir: Path, connection: socket.socket) -> list[dict[str, Any]]:
     """The engines after a request. Raises ``InferenceError``, as ``ask``."""
-    with connection.makefile() as answers:
-        line = answers.readline()
+    try:
+        with connection.makefile() as answers:
+            line = answers.readline()
+    except TimeoutError as error:
+        raise InferenceError(f"the trainer of {run_dir} does not answer: it may stand still, see run.log") from error
     if not line:
         raise InferenceError(f"{run_dir} ended before it answered")
     answer = json.loads(line)
@@ -113,6 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.action == "remove" and given.what is None:
         parser.error("remove needs the NAME of an engine")
+    if given.action == "list" and given.what is not None:
+        parser.error(f"list takes no name, got {given.what!r}")
     if given.action == "add" and not ((given.what or "1").isdecimal() and int(given.what or 1)):
         parser.error(f"add takes a number of engines >= 1, got {given.what!r}")
     try:

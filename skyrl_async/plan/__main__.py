@@ -46,7 +46,7 @@ _KEYS = {
 _SPLIT = ("engine.num_engines", "training.num_workers")
 """What ``--budget`` looks for."""
 _MOST_SPLITS = 12
-"""Splits that are printed, the fastest first; JSON has all of them."""
+"""Splits that are printed, most tokens per second first; JSON has all of them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,6 +84,8 @@ def _plan(given: argparse.Namespace) -> None:
         raise ConfigError(f"--gpu-hour must be dollars >= 0, got {given.gpu_hour:g}")
     if given.picture is not None and (given.picture.suffix != ".png" or not given.picture.absolute().parent.is_dir()):
         raise ConfigError(f"--picture must be a .png in a directory that exists, got {given.picture}")
+    if given.processes < 1:
+        raise ConfigError(f"--processes must be >= 1, got {given.processes}")
     known: Measured | Model = measured(given.run) if given.describe is None else described(given.describe)
     what_ifs = [WhatIf(), *(one for one in _asked(given) if one.keys or one.lengths != 1)]
     num_asked = len(what_ifs)
@@ -96,7 +98,9 @@ def _plan(given: argparse.Namespace) -> None:
         task = progress.add_task("simulating")
         forecasts = planner.forecasts(what_ifs, lambda done, of: progress.update(task, completed=done, total=of))
     rows = [row_of(known.config, one, found, given.gpu_hour) for one, found in zip(what_ifs, forecasts, strict=True)]
-    asked, splits = rows[:num_asked], rows[num_asked:]
+    asked = rows[:num_asked]
+    # Steps of different mini-batches are not the same work.
+    splits = sorted(rows[num_asked:], key=lambda row: -row.forecast.tokens_per_second)
     notes = findings(known) if isinstance(known, Measured) else []
     if given.picture is not None:
         from skyrl_async.plan.picture import draw
@@ -124,9 +128,14 @@ def _lines(
         lines += [*(f"  {note}" for note in notes), ""]
     lines += [table(asked), "", *sentences(asked, planner.config)]
     if splits:
-        fastest = sorted(splits, key=lambda row: row.forecast.step_seconds)[:_MOST_SPLITS]
         shown = f", the fastest {_MOST_SPLITS} of {len(splits)}" if len(splits) > _MOST_SPLITS else ""
-        lines += ["", f"best split of {given.budget} devices{shown}: {name_of(fastest[0].what_if)}", table(fastest)]
+        share = asked[0].forecast.tokens_per_second / splits[0].forecast.tokens_per_second
+        lines += [
+            "",
+            f"most tokens per second on {given.budget} devices{shown}: {name_of(splits[0].what_if)}; "
+            f"as it is, on {asked[0].num_devices}, the run has {share:.0%} of them",
+            table(splits[:_MOST_SPLITS]),
+        ]
     if any(
         key in row.what_if.keys
         for row in (*asked, *splits)
@@ -136,6 +145,8 @@ def _lines(
             "",
             "assumed, because one number of them says nothing of others: training workers and tensor parallelism lose nothing",
         ]
+    if any(row.what_if.lengths != 1 for row in (*asked, *splits)):
+        lines += ["", "assumed: what cuts answers off (generator.sampling.max_tokens) grows with them"]
     return lines
 
 
@@ -159,7 +170,7 @@ def _asked(given: argparse.Namespace) -> list[WhatIf]:
         for option, (_, kind) in _KEYS.items()
         if getattr(given, option) is not None
     ]
-    factors = [1.0] if given.lengths is None else [_factor(word) for word in given.lengths.split(",")]
+    factors = [1.0] if given.lengths is None else list(dict.fromkeys(map(_factor, given.lengths.split(","))))
     return [
         WhatIf(keys=dict(zip(keys, chosen, strict=True)), lengths=factor)
         for factor in factors
@@ -240,6 +251,7 @@ def _check(known: Measured | Model, what_if: WhatIf) -> None:
     try:
         config = config_of(known.config, what_if)
         config.trainer.__post_init__()
+        config.engine.__post_init__()
     except ConfigError as error:
         raise ConfigError(f"{name_of(what_if)}: {error}") from error
     if isinstance(known, Model):

@@ -3,22 +3,22 @@
 Figures that nobody has measured come from data sheets or from what others have published; the examples name theirs.
 """
 
+import math
 import random
-from dataclasses import dataclass, field
-from math import log
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from skyrl_async.config.load import changed
 from skyrl_async.config.rules.placement import sharing_stages
-from skyrl_async.config.schema.fields import bounded, check_bounds
+from skyrl_async.config.schema.fields import bounded, check_bounds, require
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
-from skyrl_async.errors import ConfigError
+from skyrl_async.errors import ConfigError, did_you_mean
 from skyrl_async.plan.model import Model
 from skyrl_async.simulator.models import KnownGroup, Turn
 
@@ -103,11 +103,14 @@ class Description:
 def described(path: Path) -> Model:
     """The model of a cluster. Raises ``ConfigError`` for a file that is no description, or a cluster that cannot hold its model."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Description), OmegaConf.load(path))
-        found: Any = OmegaConf.to_object(merged)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} describes no cluster: {str(error).splitlines()[0]}") from error
+        read = OmegaConf.load(path)
+        found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Description), read))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} describes no cluster: {_reason(error)}") from error
+    if not read:
+        raise ConfigError(f"{path} describes no cluster: it is empty")
     check_bounds(found)
+    _check_finite(found)
     lengths = found.lengths
     if lengths.mean_tokens > lengths.max_tokens:
         raise ConfigError(
@@ -151,6 +154,28 @@ def described(path: Path) -> Model:
     return model
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong with a file, and where."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}"
+    key, text = getattr(error, "full_key", None), str(error).splitlines()[0]
+    if not key:
+        return text
+    sections = (Description, Lengths, EngineDescription, TrainingDescription, PublishDescription)
+    known, name = {one.name for section in sections for one in fields(section)}, str(key).rpartition(".")[2]
+    return f"{key}: {text}{'' if name in known else did_you_mean(name, known)}"
+
+
+def _check_finite(section: Any, path: str = "") -> None:
+    """Raise ``ConfigError`` for the first infinite number."""
+    for one in fields(section):
+        value = getattr(section, one.name)
+        if is_dataclass(value):
+            _check_finite(value, f"{path}{one.name}.")
+        else:
+            require(value != math.inf, f"{path}{one.name}", "finite", value)
+
+
 def check_memory(model: Model, config: Config) -> None:
     """Raise ``ConfigError`` if the devices of ``config`` cannot hold the model; nothing is known of a run's."""
     engine, training = config.engine.tensor_parallel_size, config.training.num_workers
@@ -178,7 +203,7 @@ def check_memory(model: Model, config: Config) -> None:
 def _drawn(lengths: Lengths, group_size: int) -> tuple[KnownGroup, ...]:
     """Groups of lognormal lengths."""
     rng = random.Random(0)
-    location = log(lengths.mean_tokens) - lengths.sigma**2 / 2
+    location = math.log(lengths.mean_tokens) - lengths.sigma**2 / 2
 
     def sample() -> tuple[Turn, ...]:
         tokens = min(rng.lognormvariate(location, lengths.sigma), lengths.max_tokens)

@@ -35,7 +35,8 @@ _LARGE_STEP = 2_000
 """Samples of a step from which on two replicates do."""
 _LEAST_STEPS, _MOST_STEPS = 4, 25
 """Fewest and most steps that a replicate measures, a hundred in all; the last wave is measured whole."""
-_WAITS = ("timing/wait_for_groups", "timing/wait_for_devices")
+_PUBLISH_WAIT = "timing/wait_for_publish"
+_WAITS = ("timing/wait_for_groups", "timing/wait_for_devices", _PUBLISH_WAIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,9 @@ class Forecast:
     high_seconds: float
     """``spread_seconds``, and twice what forecasts of runs were off by, around ``step_seconds``."""
     trainer_idle_frac: float
-    """Share of a step in which the trainer waits for groups, or for devices that it shares."""
+    """Share of a step in which the trainer waits for groups, for a weight update, or for devices that it shares."""
+    publish_wait_frac: float
+    """The part of it that is for a weight update."""
     engines_idle_frac: float
     """Share of the time in which an engine has no request."""
     requests_per_engine: float
@@ -179,6 +182,7 @@ def _models(source: Measured | Model, seed: int) -> list[Model]:
 class _Simulated:
     step_seconds: float
     trainer_idle_frac: float
+    publish_wait_frac: float
     engines_idle_frac: float
     requests_per_engine: float
     staleness_mean: float
@@ -228,6 +232,7 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
     return _Simulated(
         step_seconds=seconds / len(steps),
         trainer_idle_frac=sum(values.get(name, 0.0) for values in steps for name in _WAITS) / seconds,
+        publish_wait_frac=sum(values.get(_PUBLISH_WAIT, 0.0) for values in steps) / seconds,
         engines_idle_frac=engines_idle_frac,
         requests_per_engine=requests_per_engine,
         staleness_mean=fmean(values["async/staleness_mean"] for values in steps),

@@ -120,13 +120,18 @@ def sentences(rows: Sequence[Row], config: Config) -> list[str]:
             found += [_gain(key, rest, fewer, more) for fewer, more in pairwise(of_rest)]
     key = "trainer.max_staleness_steps"
     for rest, of_rest in _by_the_rest(rows, key, config):
-        best = min(row.forecast.step_seconds for row in of_rest)
-        enough = next(row for row in of_rest if row.forecast.step_seconds * (1 - _SAME_SPEED) <= best)
+        best = min(of_rest, key=lambda row: row.forecast.step_seconds)
+        enough = next(
+            row for row in of_rest if row.forecast.step_seconds * (1 - _SAME_SPEED) <= best.forecast.step_seconds
+        )
         if enough is not of_rest[-1]:
-            share = best / enough.forecast.step_seconds
-            found.append(
-                f"S = {enough.what_if.keys[key]}{_with(rest)} has {share:.0%} of the speed of the fastest of these bounds"
+            share = best.forecast.step_seconds / enough.forecast.step_seconds
+            others = (
+                "is the fastest of these"
+                if enough is best
+                else f"has {share:.0%} of S = {best.what_if.keys[key]}'s speed"
             )
+            found.append(f"S = {enough.what_if.keys[key]}{_with(rest)} {others}")
     return found
 
 
@@ -138,11 +143,13 @@ def _what_binds(found: Forecast, config: Config) -> str:
     for stages in sharing_stages(config):
         if "policy" in stages:
             return f"{' and '.join(stages)} share devices: as it is, {trainer}, {engines}"
+    if found.publish_wait_frac > max(_SAME_SPEED, found.trainer_idle_frac / 2):
+        return f"weight updates bind: as it is, the trainer waits for them for {found.publish_wait_frac:.0%} of the time, {engines}"
     if found.trainer_idle_frac <= _SAME_SPEED:
         return f"training binds: as it is, {trainer}, {engines}"
     if found.engines_idle_frac <= 4 * _SAME_SPEED:
         return f"generation binds: as it is, {trainer}, {engines}"
-    return f"the staleness bound binds, by the longest answers: as it is, {trainer}, {engines}"
+    return f"the staleness bound binds, groups wait for their longest samples: as it is, {trainer}, {engines}"
 
 
 def _gain(key: str, rest: WhatIf, fewer: Row, more: Row) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 import stat
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -84,6 +86,23 @@ async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_na
     file.write_text(json.dumps(json.loads(left) | {"host": "another"}))
     with pytest.raises(ConfigError, match=r"is on another, this is .*: ask there"):
         ask(run_dir, action="list")
+    for damaged in ("{}", '{"host":', "[]"):
+        file.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"is damaged .*: it says where the trainer of .* listens"):
+            ask(run_dir, action="list")
+
+
+def test_a_trainer_that_stands_still_does_not_hold_up_who_lists_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_async.engines.__main__._LIST_TIMEOUT_S", 0.01)
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{directory}/socket")
+        silent.listen()
+        place = {"host": socket.gethostname(), "pid": 1, "socket": f"{directory}/socket"}
+        (tmp_path / CONTROL_FILE).write_text(json.dumps(place))
+        with pytest.raises(InferenceError, match="does not answer: it may stand still"):
+            ask(tmp_path, action="list")
 
 
 async def test_a_run_whose_engine_is_no_process_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

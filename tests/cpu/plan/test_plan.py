@@ -523,9 +523,9 @@ def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is(bound:
     forecast = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0))
     said = sentences([row_of(config, one, forecast, None) for one in asked], config)
     assert [sentence.partition(":")[0] for sentence in said] == [
-        "the staleness bound binds, by the longest answers",
+        "weight updates bind",
         "2 -> 4 engines with S 4",
-        "S = 1 with engines 2 has 100% of the speed of the fastest of these bounds",
+        "S = 1 with engines 2 is the fastest of these",
     ]
 
 
@@ -552,7 +552,15 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
     [
         ("parameters: 70e9\n", r"tensor_parallel_size must be >= 2, got 1: the weights in an engine take 140 GB"),
         ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
-        ("num_engine: 4\n", r"describes no cluster: .*num_engine"),
+        ("num_engine: 4\n", r"describes no cluster: num_engine: .*; did you mean num_engines\?"),
+        (
+            "training: {step_seconds: soon}\n",
+            r"describes no cluster: training.step_seconds: Value 'soon' of type 'str'",
+        ),
+        ("publish: {pause_seconds: .inf}\n", "publish.pause_seconds must be finite, got inf"),
+        ("num_workers: 2\nnum_engines: 1\nnum_engines: 2\n", "found duplicate key num_engines in line 3"),
+        ("\n", "describes no cluster: it is empty"),
+        ("\udcff", "describes no cluster: 'utf-8' codec"),
         (
             "shares_devices: true\nparameters: 20e9\n",
             r"shares_devices must be false, .*, got 4, 4, 1, and 120 GB on a device of 80 GB",
@@ -568,9 +576,21 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "cluster.yaml").write_text(text)
+    (tmp_path / "cluster.yaml").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=said):
         described(tmp_path / "cluster.yaml")
+
+
+def test_updates_that_take_longer_than_a_step_are_what_binds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "{num_engines: 2, num_workers: 2, policy_mini_batch_size: 4, lengths: {mean_tokens: 300}, publish: {send_seconds: 60}}"
+    )
+    monkeypatch.setattr(MOST_STEPS, 5)
+    assert main(["--describe", str(file), "--processes", "1"]) == 0
+    assert "weight updates bind: as it is, the trainer waits for them for 9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "plan").glob("*.yaml")), ids=lambda path: path.stem)
