@@ -32,7 +32,7 @@ from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf, config_of, prepare_process
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import Model
-from skyrl_async.plan.report import Row, devices_of, name_of, row_of, sentences, table
+from skyrl_async.plan.report import Row, best_split, devices_of, name_of, row_of, sentences, table
 
 _KEYS = {
     "engines": ("engine.num_engines", int),
@@ -129,13 +129,7 @@ def _lines(
     lines += [table(asked), "", *sentences(asked, planner.config)]
     if splits:
         shown = f", the fastest {_MOST_SPLITS} of {len(splits)}" if len(splits) > _MOST_SPLITS else ""
-        share = asked[0].forecast.tokens_per_second / splits[0].forecast.tokens_per_second
-        lines += [
-            "",
-            f"most tokens per second on {given.budget} devices{shown}: {name_of(splits[0].what_if)}; "
-            f"as it is, on {asked[0].num_devices}, the run has {share:.0%} of them",
-            table(splits[:_MOST_SPLITS]),
-        ]
+        lines += ["", f"{best_split(splits, asked[0])}{shown}", table(splits[:_MOST_SPLITS])]
     if any(
         key in row.what_if.keys
         for row in (*asked, *splits)
@@ -158,6 +152,7 @@ def _as_json(planner: Planner, asked: Sequence[Row], splits: Sequence[Row], note
         "findings": list(notes),
         "rows": [row.to_json() for row in asked],
         "splits": [row.to_json() for row in splits],
+        "best_split": best_split(splits, asked[0]) if splits else None,
         "sentences": sentences(asked, planner.config),
     }
 
@@ -217,7 +212,8 @@ def _splits(known: Measured | Model, asked: Sequence[WhatIf], num_devices: int) 
 
 
 def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> list[WhatIf]:
-    """``what_if`` with each power of two of training workers, and engines on what other workers leave, that hold the model."""
+    """``what_if`` with each power of two of training workers, and engines on what other workers leave, three quarters and half of it, that
+    hold the model."""
     config, asked = config_of(known.config, what_if), num_devices
     if config.placement.groups is not None:
         raise ConfigError(
@@ -233,12 +229,13 @@ def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> li
         )
     found: list[WhatIf] = []
     refused: ConfigError | None = None
-    for number in (2**power for power in range(num_devices.bit_length()) if num_devices - 2**power >= of_engine):
-        num_engines = (num_devices - number) // of_engine
+    numbers = (2**power for power in range(num_devices.bit_length()) if num_devices - 2**power >= of_engine)
+    for number, share in itertools.product(numbers, (4, 3, 2)):
+        num_engines = max(1, (num_devices - number) // of_engine * share // 4)
         split = replace(what_if, keys={**what_if.keys, **dict(zip(_SPLIT, (num_engines, number), strict=True))})
         try:
             _check(known, split)
-            found.append(split)
+            found += [split] * (split not in found)
         except ConfigError as error:
             refused = error
     if refused is not None and not found:

@@ -135,6 +135,20 @@ def sentences(rows: Sequence[Row], config: Config) -> list[str]:
     return found
 
 
+def best_split(splits: Sequence[Row], as_it_is: Row) -> str:
+    """Which of them, sorted by tokens per second, is the fastest, which nearly as fast on fewer devices, and how ``as_it_is`` compares."""
+    best = splits[0]
+
+    def share(row: Row) -> float:
+        return row.forecast.tokens_per_second / best.forecast.tokens_per_second
+
+    fewest = min((row for row in splits if share(row) >= 1 - _SAME_SPEED), key=lambda row: row.num_devices)
+    found = [f"most tokens per second: {name_of(best.what_if)}, on {best.num_devices} devices"]
+    if fewest.num_devices < best.num_devices:
+        found.append(f"{name_of(fewest.what_if)} has {share(fewest):.0%} of them on {fewest.num_devices}")
+    return "; ".join([*found, f"as it is, the run has {share(as_it_is):.0%} of them on {as_it_is.num_devices}"])
+
+
 def _what_binds(found: Forecast, config: Config) -> str:
     trainer, engines = (
         f"the trainer is idle for {found.trainer_idle_frac:.0%} of the time",

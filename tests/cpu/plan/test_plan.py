@@ -30,7 +30,7 @@ from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, _simulated, config_of
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
-from skyrl_async.plan.report import devices_of, row_of, sentences
+from skyrl_async.plan.report import Row, best_split, devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KnownGroup, ModelledPolicy
@@ -337,8 +337,9 @@ def test_the_command_prints_a_table_and_what_it_says(
     first = found["rows"][0]
     assert first["low_seconds"] <= first["step_seconds"] <= first["high_seconds"]
     assert first["dollars_per_1000_steps"] == pytest.approx(1000 * first["step_seconds"] / 3600 * 2 * 2.5)
-    assert [row["num_devices"] for row in found["splits"]] == [4, 4]
-    assert [row["keys"]["trainer.max_staleness_steps"] for row in found["splits"]] == [2, 2]
+    assert sorted(row["num_devices"] for row in found["splits"]) == [2, 3, 3, 4, 4]
+    assert {row["keys"]["trainer.max_staleness_steps"] for row in found["splits"]} == {2}
+    assert found["best_split"].startswith("most tokens per second: engines ")
 
 
 @pytest.mark.parametrize(
@@ -527,6 +528,20 @@ def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is(bound:
         "2 -> 4 engines with S 4",
         "S = 1 with engines 2 is the fastest of these",
     ]
+
+
+def test_of_splits_that_are_about_as_fast_the_one_with_the_fewest_devices_is_named() -> None:
+    nothing = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0))
+
+    def row(tokens_per_second: float, num_devices: int) -> Row:
+        what_if = WhatIf(keys={"engine.num_engines": num_devices})
+        forecast = replace(nothing, tokens_per_second=tokens_per_second)
+        return Row(what_if=what_if, forecast=forecast, num_devices=num_devices, dollars=None)
+
+    splits = [row(100.0, 64), row(97.0, 52), row(96.0, 48), row(60.0, 32)]
+    assert best_split(splits, row(98.0, 64)) == (
+        "most tokens per second: engines 64, on 64 devices; engines 48 has 96% of them on 48; as it is, the run has 98% of them on 64"
+    )
 
 
 def test_a_budget_is_refused_for_a_run_whose_stages_share_devices(
