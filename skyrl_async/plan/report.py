@@ -158,7 +158,10 @@ def _what_binds(found: Forecast, config: Config) -> str:
         if "policy" in stages:
             return f"{' and '.join(stages)} share devices: as it is, {trainer}, {engines}"
     if found.publish_wait_frac > max(_SAME_SPEED, found.trainer_idle_frac / 2):
-        return f"weight updates bind: as it is, the trainer waits for them for {found.publish_wait_frac:.0%} of the time, {engines}"
+        return (
+            f"weight updates bind: as it is, the trainer waits for them for {found.publish_wait_frac:.0%} of the time, "
+            f"engines are idle for {found.engines_idle_frac:.0%}"
+        )
     if found.trainer_idle_frac <= _SAME_SPEED:
         return f"training binds: as it is, {trainer}, {engines}"
     if found.engines_idle_frac <= 4 * _SAME_SPEED:
@@ -173,7 +176,8 @@ def _gain(key: str, rest: WhatIf, fewer: Row, more: Row) -> str:
     margin = (more.forecast.high_seconds - more.forecast.low_seconds) / 2 / more.forecast.step_seconds
     change = f"{fewer.what_if.keys[key]} -> {more.what_if.keys[key]} {SHORT[key]}{_with(rest)}"
     doubt = " (within the error)" if abs(gain) < margin else ""
-    return f"{change}: {gain:+.0%} speed{doubt}, and a step is {abs(cost):.0%} {'dearer' if cost > 0 else 'cheaper'}"
+    speed = "no faster" if abs(gain) < 0.005 else f"{gain:+.0%} speed"
+    return f"{change}: {speed}{doubt}, and a step is {abs(cost):.0%} {'dearer' if cost > 0 else 'cheaper'}"
 
 
 def _with(rest: WhatIf) -> str:
