@@ -141,6 +141,7 @@ def _row(case: Case, calibrations: Sequence[Measured], run: Measured) -> dict[st
     return {
         "what": case.what,
         "predicted_step_s": predicted,
+        "predicted_before_step_s": forecasts[0].step_seconds,
         "measured_step_s": run.mean("timing/step"),
         "low_s": fmean(forecast.low_seconds for forecast in forecasts),
         "high_s": fmean(forecast.high_seconds for forecast in forecasts),
@@ -179,7 +180,10 @@ def main() -> None:
             before = _conditions_of_runs(given.keep, before)
         rows = measure((given.keep or Path(work)).resolve(), given.steps, cases)
     errors = [abs(row["error"]) for row in rows]
+    before_errors = [abs(row["predicted_before_step_s"] / row["measured_step_s"] - 1) for row in rows]
     figures = {
+        "error_before_median": median(before_errors),
+        "error_before_max": max(before_errors),
         "error_median": median(errors),
         "error_max": max(errors),
         "covered": sum(row["low_s"] <= row["measured_step_s"] <= row["high_s"] for row in rows) / len(rows),

@@ -105,7 +105,11 @@ def _plan(given: argparse.Namespace) -> None:
     if given.picture is not None:
         from skyrl_async.plan.picture import draw
 
-        draw(asked, None if planner.accuracy is None else planner.accuracy.measured_seconds, given.picture)
+        draw(
+            [*asked, *splits[:_MOST_SPLITS]],
+            None if planner.accuracy is None else planner.accuracy.measured_seconds,
+            given.picture,
+        )
     if given.json:
         sys.stdout.write(f"{json.dumps(_as_json(planner, asked, splits, notes), indent=1)}\n")
         return
@@ -249,10 +253,10 @@ def _check(known: Measured | Model, what_if: WhatIf) -> None:
         config = config_of(known.config, what_if)
         config.trainer.__post_init__()
         config.engine.__post_init__()
+        if isinstance(known, Model):
+            check_memory(known, config)
     except ConfigError as error:
         raise ConfigError(f"{name_of(what_if)}: {error}") from error
-    if isinstance(known, Model):
-        check_memory(known, config)
 
 
 if __name__ == "__main__":

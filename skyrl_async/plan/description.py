@@ -196,7 +196,7 @@ def check_memory(model: Model, config: Config) -> None:
         if needed > most * number:
             raise ConfigError(
                 f"{key} must be >= {-(-needed // most):.0f}, got {number}: {what} take {needed:.0f} GB, "
-                f"and a device has {most:.0f} GB for them"
+                f"and a device has {most:.3g} GB for them"
             )
 
 

@@ -1,14 +1,15 @@
 """What in a run makes a forecast of it doubtful: small functions over what was measured, each with the figure that shows it."""
 
+import math
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
 from skyrl_async.plan.measured import Measured
 
 _STANDARD_ERRORS = 3.0
-"""By which lengths must differ to have drifted."""
+"""By which lengths must differ to have drifted, and speeds of engines to differ."""
 _DRIFT = 0.2
 _HANG_FACTOR = 10.0
 _HANG_SHARE = 0.1
@@ -58,10 +59,12 @@ def _slow_engines(run: Measured) -> Iterator[str]:
         for name, figures in (step.get("engines") or {}).items():
             if "tokens_per_call_second" in figures:
                 speeds.setdefault(name, []).append(figures["tokens_per_call_second"])
-    means = {name: fmean(found) for name, found in speeds.items()}
+    means = {name: fmean(found) for name, found in speeds.items() if len(found) > 1}
     if len(means) > 1:
         slowest, fastest = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-        if means[slowest] < _SLOW_ENGINE * means[fastest]:
+        error = math.hypot(*(stdev(speeds[name]) / len(speeds[name]) ** 0.5 for name in (slowest, fastest)))
+        is_sure = means[fastest] - means[slowest] > _STANDARD_ERRORS * error
+        if means[slowest] < _SLOW_ENGINE * means[fastest] and is_sure:
             yield (
                 f"engines differ: {means[slowest]:.0f} tokens per call and second in {slowest}, {means[fastest]:.0f} in {fastest}: "
                 "the forecast has all of them alike"

@@ -120,7 +120,7 @@ def measured(run_dir: Path) -> Measured:
         since = "" if len(newest) == len(steps) else f" since it has {num_engines} engines"
         raise ConfigError(
             f"{run_dir} has {len(newest)} steps{since}, and a forecast needs {least}, the first {WARM_UP_STEPS} of which are left "
-            "out: let it run on"
+            "out: let it run on, or resume it with a larger trainer.num_steps"
         )
     config = changed(config, {"engine.num_engines": num_engines})
     if newest[0]["step"] == config.trainer.num_steps or (run_dir / "summary.json").exists():

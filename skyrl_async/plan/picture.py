@@ -15,13 +15,15 @@ def draw(rows: Sequence[Row], measured_seconds: float | None, path: Path) -> Non
     """Step times with their error bars, each side's idle share, staleness, and dollars where there is a price."""
     has_prices = any(row.dollars is not None for row in rows)
     widths = (3, 2, 1.2, 1.2) if has_prices else (3, 2, 1.2)
-    figure = Figure(figsize=(3 + 2.4 * sum(widths[1:]), 1.6 + 0.34 * len(rows)), dpi=120, layout="constrained")
+    names = [name_of(row.what_if) for row in rows]
+    width = 5 + 2.4 * sum(widths[1:]) + 0.08 * max(map(len, names))
+    figure = Figure(figsize=(width, 1.6 + 0.34 * len(rows)), dpi=120, layout="constrained")
     seconds, idle, staleness, *cost = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
     found, places = [row.forecast for row in rows], range(len(rows))
     steps = [one.step_seconds for one in found]
     _bars(seconds, "seconds per step", steps, [(one.low_seconds, one.high_seconds) for one in found])
-    seconds.set_yticks(places, [name_of(row.what_if) for row in rows])
-    seconds.invert_yaxis()
+    seconds.set_yticks(places, names)
+    seconds.set_ylim(len(rows) - 0.5, -0.5)
     if measured_seconds is not None:
         seconds.axvline(measured_seconds, color=_RED, linewidth=1, label="measured, as it was")
         _legend(seconds)

@@ -359,7 +359,7 @@ def test_the_command_prints_a_table_and_what_it_says(
         (["RUN", "--mini-batch", "32"], "mini-batch 32: "),
         (
             ["--describe", "LARGE", "--budget", "6"],
-            "--budget 6: no split of so many devices holds the model; num_workers must be",
+            "no split of so many devices holds the model; engines 1, training workers 2: num_workers must be >= 7, got 2",
         ),
         (["--describe", "missing.yaml"], "missing.yaml describes no cluster"),
     ],
