@@ -31,7 +31,7 @@ def test_a_real_run_begins_although_processes_are_killed_while_they_come_up(tmp_
     run.start()
     try:
         for role in BOOTING:
-            assert run.wait(lambda role=role: run.find(role, rng) is not None, PATIENCE_S)  # type: ignore[misc]
+            assert run.wait(lambda role=role: run.find(role, rng) is not None, 3 * PATIENCE_S)  # type: ignore[misc]
             assert run.step == 0
             run.find(role, rng).kill()  # type: ignore[union-attr]
         assert run.wait(lambda: run.step >= 2, 8 * PATIENCE_S), run.output_path.read_text()
