@@ -5,7 +5,8 @@ Figures that nobody has measured come from data sheets or from what others have 
 
 import math
 import random
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from skyrl_async.config.load import changed
 from skyrl_async.config.rules.placement import sharing_stages
-from skyrl_async.config.schema.fields import bounded, check_bounds, require
+from skyrl_async.config.schema.fields import bounded, check_bounds
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, did_you_mean
@@ -29,51 +30,52 @@ _TRAINING_BYTES = 16
 _ENGINE_BYTES = 2
 _ENGINE_MEMORY_SHARE = 0.9
 """vLLM's ``gpu_memory_utilization``."""
+_finite = partial(bounded, lt=math.inf)
 
 
 @dataclass
 class Lengths:
-    mean_tokens: float = bounded(4000.0, ge=1)
+    mean_tokens: float = _finite(4000.0, ge=1)
     """Of a sample's replies, all turns together."""
-    sigma: float = bounded(0.8, ge=0)
+    sigma: float = _finite(0.8, ge=0)
     """Of their logarithm: 0.5 is a short tail, 1.2 a long one."""
     max_tokens: int = bounded(32_000, ge=1)
     """Where they are cut."""
-    prompt_tokens: float = bounded(500.0, ge=0)
+    prompt_tokens: float = _finite(500.0, ge=0)
     """Of a prompt."""
     turns: int = bounded(1, ge=1)
     """Replies per sample, each a part of its tokens."""
-    environment_seconds: float = bounded(0.0, ge=0)
+    environment_seconds: float = _finite(0.0, ge=0)
     """After each reply: tools, tests, judges."""
 
 
 @dataclass
 class EngineDescription:
-    tokens_per_second: float = bounded(60.0, gt=0)
+    tokens_per_second: float = _finite(60.0, gt=0)
     """Of a request alone in an engine."""
-    half_speed_requests: float = bounded(100.0, gt=0)
+    half_speed_requests: float = _finite(100.0, gt=0)
     """Requests in an engine at which each runs at half of that."""
     max_num_seqs: int = bounded(256, ge=1)
     """Most requests that run in an engine at a time."""
-    prefill_seconds: float = bounded(0.0, ge=0)
+    prefill_seconds: float = _finite(0.0, ge=0)
     """By which a request holds up its engine when it begins, or continues after an update."""
 
 
 @dataclass
 class TrainingDescription:
-    tokens_per_second: float = bounded(10_000.0, gt=0)
+    tokens_per_second: float = _finite(10_000.0, gt=0)
     """Forward and backward, of one device."""
-    step_seconds: float = bounded(1.0, ge=0)
+    step_seconds: float = _finite(1.0, ge=0)
     """The optimizer step."""
 
 
 @dataclass
 class PublishDescription:
-    gather_seconds: float = bounded(0.0, ge=0)
+    gather_seconds: float = _finite(0.0, ge=0)
     """A copy of the weights, for which training waits."""
-    send_seconds: float = bounded(1.0, ge=0)
+    send_seconds: float = _finite(1.0, ge=0)
     """To the engines, beside training."""
-    pause_seconds: float = bounded(0.5, ge=0)
+    pause_seconds: float = _finite(0.5, ge=0)
     """For which engines stand still."""
 
 
@@ -90,9 +92,9 @@ class Description:
     staleness_policy: StalenessPolicy = StalenessPolicy.wait
     policy_mini_batch_size: int = bounded(64, ge=1)
     n_samples_per_prompt: int = bounded(8, ge=1)
-    parameters: float = bounded(0.0, ge=0)
+    parameters: float = _finite(0.0, ge=0)
     """Of the model; 0 checks no memory."""
-    device_gb: float = bounded(80.0, gt=0)
+    device_gb: float = _finite(80.0, gt=0)
     """Memory of a device."""
     lengths: Lengths = field(default_factory=Lengths)
     engine: EngineDescription = field(default_factory=EngineDescription)
@@ -110,7 +112,6 @@ def described(path: Path) -> Model:
     if not read:
         raise ConfigError(f"{path} describes no cluster: it is empty")
     check_bounds(found)
-    _check_finite(found)
     lengths = found.lengths
     if lengths.mean_tokens > lengths.max_tokens:
         raise ConfigError(
@@ -164,16 +165,6 @@ def _reason(error: Exception) -> str:
     sections = (Description, Lengths, EngineDescription, TrainingDescription, PublishDescription)
     known, name = {one.name for section in sections for one in fields(section)}, str(key).rpartition(".")[2]
     return f"{key}: {text}{'' if name in known else did_you_mean(name, known)}"
-
-
-def _check_finite(section: Any, path: str = "") -> None:
-    """Raise ``ConfigError`` for the first infinite number."""
-    for one in fields(section):
-        value = getattr(section, one.name)
-        if is_dataclass(value):
-            _check_finite(value, f"{path}{one.name}.")
-        else:
-            require(value != math.inf, f"{path}{one.name}", "finite", value)
 
 
 def check_memory(model: Model, config: Config) -> None:
