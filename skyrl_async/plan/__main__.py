@@ -236,7 +236,7 @@ def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> li
     numbers = (2**power for power in range(num_devices.bit_length()) if num_devices - 2**power >= of_engine)
     for number, share in itertools.product(numbers, (4, 3, 2)):
         num_engines = max(1, (num_devices - number) // of_engine * share // 4)
-        split = replace(what_if, keys={**what_if.keys, **dict(zip(_SPLIT, (num_engines, number), strict=True))})
+        split = replace(what_if, keys={**dict(zip(_SPLIT, (num_engines, number), strict=True)), **what_if.keys})
         try:
             _check(known, split)
             found += [split] * (split not in found)
