@@ -25,12 +25,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from skyrl_async.config.rules.all import mistakes_anywhere
+from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
-from skyrl_async.plan.description import check_memory, described
+from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Planner, WhatIf, config_of, prepare_process
 from skyrl_async.plan.measured import Measured, measured
+from skyrl_async.plan.memory import check_devices
 from skyrl_async.plan.model import Model
 from skyrl_async.plan.report import Row, best_split, devices_of, name_of, row_of, sentences, table
 
@@ -90,7 +93,7 @@ def _plan(given: argparse.Namespace) -> None:
     what_ifs = [WhatIf(), *(one for one in _asked(given) if one.keys or one.lengths != 1)]
     num_asked = len(what_ifs)
     for what_if in what_ifs:
-        _check(known, what_if)
+        check(known, what_if)
     if given.budget is not None:
         what_ifs += _splits(known, _asked(given), given.budget)
     planner = Planner(known, num_processes=given.processes)
@@ -130,7 +133,7 @@ def _lines(
             f"({found.error:+.0%}). FROM and TO allow for that."
         ]
         lines += [*(f"  {note}" for note in notes), ""]
-    lines += [table(asked), "", *sentences(asked, planner.config)]
+    lines += [table(asked), "", *sentences(asked, planner.config, planner.groups)]
     if splits:
         shown = f", the fastest {_MOST_SPLITS} of {len(splits)}" if len(splits) > _MOST_SPLITS else ""
         lines += ["", f"{best_split(splits, asked[0])}{shown}", table(splits[:_MOST_SPLITS])]
@@ -157,7 +160,7 @@ def _as_json(planner: Planner, asked: Sequence[Row], splits: Sequence[Row], note
         "rows": [row.to_json() for row in asked],
         "splits": [row.to_json() for row in splits],
         "best_split": best_split(splits, asked[0]) if splits else None,
-        "sentences": sentences(asked, planner.config),
+        "sentences": sentences(asked, planner.config, planner.groups),
     }
 
 
@@ -238,7 +241,7 @@ def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> li
         num_engines = max(1, (num_devices - number) // of_engine * share // 4)
         split = replace(what_if, keys={**dict(zip(_SPLIT, (num_engines, number), strict=True)), **what_if.keys})
         try:
-            _check(known, split)
+            check(known, split)
             found += [split] * (split not in found)
         except ConfigError as error:
             refused = error
@@ -247,16 +250,25 @@ def _splits_of(known: Measured | Model, what_if: WhatIf, num_devices: int) -> li
     return found
 
 
-def _check(known: Measured | Model, what_if: WhatIf) -> None:
+def check(known: Measured | Model, what_if: WhatIf) -> None:
     """Raise ``ConfigError`` for a what-if that no run could be started with."""
     try:
         config = config_of(known.config, what_if)
-        config.trainer.__post_init__()
-        config.engine.__post_init__()
-        if isinstance(known, Model):
-            check_memory(known, config)
+        for section in (config.trainer, config.engine, config.training):
+            section.__post_init__()
+        if isinstance(known, Measured):
+            _check_rules(known.config, config)
+        check_devices(known.memory, config, what_if.lengths)
     except ConfigError as error:
         raise ConfigError(f"{name_of(what_if)}: {error}") from error
+
+
+def _check_rules(run: Config, asked: Config) -> None:
+    """Raise ``ConfigError`` for a mistake that ``run`` has not; what this machine lacks of it does not matter."""
+    of_run = set(mistakes_anywhere(run))
+    for mistake in mistakes_anywhere(asked):
+        if mistake not in of_run:
+            raise ConfigError(mistake)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from skyrl_async.config.load import changed
-from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.fields import bounded, check_bounds
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, did_you_mean
+from skyrl_async.plan.memory import Memory, check_devices
 from skyrl_async.plan.model import Model
 from skyrl_async.simulator.models import KnownGroup, Turn
 
 _NUM_GROUPS = 512
 """Groups whose lengths are drawn."""
-_TRAINING_BYTES = 16
-"""Per parameter: weights and gradients in bfloat16, Adam's state and a copy of the weights in float32 (ZeRO, arXiv 1910.02054, 3.1)."""
-_ENGINE_BYTES = 2
-_ENGINE_MEMORY_SHARE = 0.9
-"""vLLM's ``gpu_memory_utilization``."""
 _finite = partial(bounded, lt=math.inf)
 
 
@@ -59,6 +54,8 @@ class EngineDescription:
     """Most requests that run in an engine at a time."""
     prefill_seconds: float = _finite(0.0, ge=0)
     """By which a request holds up its engine when it begins, or continues after an update."""
+    kv_bytes_per_token: float = _finite(0.0, ge=0)
+    """Of the KV cache, which bounds how many requests run at a time: 2 x layers x key-value heads x their width x 2 bytes; 0: unknown."""
 
 
 @dataclass
@@ -147,11 +144,15 @@ def described(path: Path) -> Model:
         gather_seconds=found.publish.gather_seconds,
         send_seconds=found.publish.send_seconds,
         pause_seconds=found.publish.pause_seconds,
-        parameters=found.parameters,
-        device_gb=found.device_gb,
         stages={},
+        memory=Memory(
+            parameters=found.parameters,
+            device_gb=found.device_gb,
+            kv_bytes_per_token=found.engine.kv_bytes_per_token,
+            longest_tokens=lengths.prompt_tokens + lengths.max_tokens,
+        ),
     )
-    check_memory(model, config)
+    check_devices(model.memory, config)
     return model
 
 
@@ -165,30 +166,6 @@ def _reason(error: Exception) -> str:
     sections = (Description, Lengths, EngineDescription, TrainingDescription, PublishDescription)
     known, name = {one.name for section in sections for one in fields(section)}, str(key).rpartition(".")[2]
     return f"{key}: {text}{'' if name in known else did_you_mean(name, known)}"
-
-
-def check_memory(model: Model, config: Config) -> None:
-    """Raise ``ConfigError`` if the devices of ``config`` cannot hold the model; nothing is known of a run's."""
-    engine, training = config.engine.tensor_parallel_size, config.training.num_workers
-    if sharing_stages(config):
-        needed = model.parameters * (_TRAINING_BYTES / training + _ENGINE_BYTES / engine) / 1e9
-        if engine > 1 or config.engine.num_engines != training or needed > model.device_gb:
-            raise ConfigError(
-                "shares_devices must be false, or num_engines = num_workers, tensor_parallel_size = 1 and room for both on each device, "
-                f"got {config.engine.num_engines}, {training}, {engine}, and {needed:.0f} GB on a device of {model.device_gb:.0f} GB"
-            )
-    if not model.parameters:
-        return
-    for what, num_bytes, share, key, number in (
-        ("the weights in an engine", _ENGINE_BYTES, _ENGINE_MEMORY_SHARE, "tensor_parallel_size", engine),
-        ("weights, gradients and Adam's state", _TRAINING_BYTES, 1.0, "num_workers", training),
-    ):
-        needed, most = model.parameters * num_bytes / 1e9, share * model.device_gb
-        if needed > most * number:
-            raise ConfigError(
-                f"{key} must be >= {-(-needed // most):.0f}, got {number}: {what} take {needed:.0f} GB, "
-                f"and a device has {most:.3g} GB for them"
-            )
 
 
 def _drawn(lengths: Lengths, group_size: int) -> tuple[KnownGroup, ...]:

@@ -21,7 +21,7 @@ from skyrl_async.config.schema.trainer import BOUND_NAMES
 from skyrl_async.plan.measured import Measured, samples_per_step
 from skyrl_async.plan.model import Model, fit, settings_of, stage_seconds
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledPolicy
+from skyrl_async.simulator.models import KnownGroup, ModelledPolicy
 from skyrl_async.simulator.run import Simulation, SimulationSettings
 from skyrl_async.types import Group
 
@@ -118,6 +118,11 @@ class Planner:
     def config(self) -> Config:
         """Of the run."""
         return self._models[0].config
+
+    @property
+    def groups(self) -> tuple[KnownGroup, ...]:
+        """Of the run."""
+        return self._models[0].groups
 
     def forecasts(
         self, what_ifs: Sequence[WhatIf], on_progress: Callable[[int, int], object] = lambda done, of: None

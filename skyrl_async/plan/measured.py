@@ -25,6 +25,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace_parts import Span, read_spans
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.plan.calls import WITHOUT_DEVICES, Calls, Floats, OverTime, Samples, groups_of, spans_over_time
+from skyrl_async.plan.memory import Memory
 from skyrl_async.record.ended import OTHERS_FAILED, Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
 from skyrl_async.simulator.models import KnownGroup
@@ -84,6 +85,7 @@ class Measured:
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
     idle_update: Mapping[str, float]
     """Seconds of ``stage`` and ``pause`` of the first update, before any group was generated; empty where the trace lacks it."""
+    memory: Memory
     shares_alone: Mapping[str, float]
     """Part of a step or an update -> what it would take alone, of each second that it took: 1 where nothing else took its cores, and it did
     not wait for the policy's workers."""
@@ -111,7 +113,10 @@ def measured(run_dir: Path) -> Measured:
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
         raise ConfigError(f"{run_dir} must be the directory of a run, such as outputs/RUN: it has no config.yaml")
-    config = built(compose_config([], config_file))
+    try:
+        config = built(compose_config([], config_file))
+    except ConfigError as error:
+        raise ConfigError(f"{config_file} is not of this version: {error}") from error
     steps = _steps(run_dir / "metrics.jsonl")
     num_engines = int(steps[-1].get("engines/serving", 0) if steps else 0) or config.engine.num_engines
     newest = list(itertools.takewhile(lambda s: s.get("engines/serving", num_engines) == num_engines, reversed(steps)))
@@ -154,6 +159,11 @@ def measured(run_dir: Path) -> Measured:
         stages=_stages(spans, speed, between_gradients),
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
+        memory=Memory(
+            parameters=steps[-1].get("policy/num_parameters", 0.0),
+            device_gb=steps[-1].get("policy/device_memory_gb", 0.0),
+            is_one_machine=shared_cores is not None,
+        ),
         shares_alone={
             # Of these metrics, that of the optimizer step alone leaves out its waits: ``timing/wait_for_devices`` has them.
             name: _share_alone(name, spans, spans if name == "optimizer_step" else as_traced, speed)

@@ -11,7 +11,7 @@ prefill from tokens badly: the longer a call, the more of both are in it.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import Schedule
 from skyrl_async.plan.calls import Floats
 from skyrl_async.plan.measured import Measured, stages_on_policy_workers
+from skyrl_async.plan.memory import Memory, running_requests
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.run import SimulationSettings
@@ -79,10 +80,7 @@ class Model:
     """The same of an engine without a request, which nothing has to be fitted in between; None: as long."""
     stages: Mapping[str, float]
     """Stages between the reward and training: name -> seconds per group."""
-    parameters: float = 0.0
-    """Of a described model; 0: nothing is known of memory."""
-    device_gb: float = 0.0
-    """Memory of a described device."""
+    memory: Memory
 
 
 def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
@@ -120,6 +118,7 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         idle_stage_seconds=run.idle_update.get("stage"),
         idle_pause_seconds=run.idle_update.get("pause"),
         stages=run.stages,
+        memory=run.memory,
     )
 
 
@@ -237,7 +236,7 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         oldest_weight=config.engine.oldest_request_weight,
         tokens_per_second=1 / token_seconds,
         half_speed_requests=token_seconds / per_request if per_request else 1e12,
-        max_num_seqs=config.engine.max_num_seqs,
+        max_num_seqs=running_requests(model.memory, config, model.unsampled_tokens + _seen_tokens(groups)),
         prefill_seconds=model.prefill_seconds * tensor_parallel,
         known_groups=groups,
         max_failed_fraction=1.0,
@@ -267,6 +266,16 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         eval_before_train=False,
         eval_at_end=False,
     )
+
+
+def _seen_tokens(groups: Sequence[KnownGroup]) -> float:
+    """What a running request has sampled, in the mean over time.
+
+    Long answers are seen more often than short ones, at a random time of their lives: E[L^2] / 2 E[L] (the mean age of a renewal process,
+    Ross, *Introduction to Probability Models*, chapter 7).
+    """
+    lengths = np.array([sum(tokens for tokens, _ in turns) for group in groups for turns in group.samples], float)
+    return float((lengths**2).mean() / 2 / lengths.mean())
 
 
 def stage_seconds(model: Model, config: Config, lengths: float) -> dict[str, float]:

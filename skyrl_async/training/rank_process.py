@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,13 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a device, used or not; of the CPU, that of its machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
 
 
 def rng_state() -> dict[str, Any]:

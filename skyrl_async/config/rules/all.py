@@ -26,10 +26,15 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 def check(config: Config) -> None:
     """Raise ``ConfigError`` for the first mistake, or ``PolicyError`` for a model's directory."""
-    mistake = next(chain.from_iterable(rules(config) for rules in _RULES), None)
-    if mistake is not None:
+    found = chain(mistakes_anywhere(config), *(rules(config) for rules in _RULES_OF_MACHINE))
+    if (mistake := next(found, None)) is not None:
         raise ConfigError(mistake)
     policy.check_directories(config)
+
+
+def mistakes_anywhere(config: Config) -> Iterator[str]:
+    """What is wrong whatever machine the run is on."""
+    return chain.from_iterable(rules(config) for rules in _RULES)
 
 
 def task_rules(config: Config) -> Iterator[str]:
@@ -243,8 +248,6 @@ _RULES = (
     path_rules,
     deterministic_engine_rules,
     generator_rules,
-    run_rules,
-    file_rules,
-    server_rules,
-    placement.rules,
 )
+_RULES_OF_MACHINE = (run_rules, file_rules, server_rules, placement.rules)
+"""Of directories, files, ports and devices."""

@@ -3,8 +3,10 @@
 Knows neither Ray nor what a stage does.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
@@ -77,6 +79,18 @@ def device_plan(config: Config, num_available: int) -> DevicePlan | None:
         unit=device_unit(config),
         num_available=num_available,
     )
+
+
+def check_sharing(config: Config, unit: Unit) -> None:
+    """Raise ``ConfigError`` if the stages of ``placement.groups`` cannot share devices, however many there are."""
+    if config.placement.groups is None:
+        return
+    sizes = stage_sizes(config)
+    used = {stage: size.num_actors * size.devices_per_actor for stage, size in sizes.items()}
+    of_groups = [[used[stage] for stage in group if stage in used] or [1] for group in config.placement.groups]
+    devices = [max(of_group) if unit is Unit.gpu else math.lcm(*of_group) for of_group in of_groups]
+    placement = replace(config.placement, ratios=None, devices=devices)
+    resolve(placement, sizes=sizes, needed=needed_stages(config), unit=unit, num_available=sum(devices))
 
 
 def device_unit(config: Config) -> Unit:

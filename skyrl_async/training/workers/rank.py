@@ -150,6 +150,10 @@ class PolicyRank:
                 self._token_logprobs, make_objective(settings), settings.temperature, self._reference
             )
         num_parameters = sum(math.prod(shape) for shape in self._backend.parameter_shapes().values())
+        self._size = {
+            "num_parameters": float(num_parameters),
+            "device_memory_gb": rank_process.memory_bytes(device) / 1e9,
+        }
         does = "trains" if settings.trains else "holds"
         logger.info("rank %d of %d %s %s: %d parameters", self._rank, self._num_ranks, does, path, num_parameters)
 
@@ -193,7 +197,8 @@ class PolicyRank:
         return loss.figures() | {_TOTAL: loss.total.item()} | returned
 
     def step(self, denominator: float, lr_scale: float = 1.0) -> dict[str, float]:
-        """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm`` and the step's ``lr``. As ``Policy.step``.
+        """Apply the accumulated gradients, divided by ``denominator``; returns ``grad_norm``, the step's ``lr``, and the size of model and
+        device (``num_parameters``, ``device_memory_gb``). As ``Policy.step``.
 
         Raises:
             TrainingError: there are no tokens, or the gradient is not finite. Nothing is applied.
@@ -211,7 +216,7 @@ class PolicyRank:
             raise TrainingError(f"{error}. {self._trained_rows.save()}") from error
         finally:
             self._trained_rows.clear()
-        return {"grad_norm": grad_norm, "lr": lr}
+        return {"grad_norm": grad_norm, "lr": lr, **self._size}
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int] | TokenIds) -> list[float]:

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
-from skyrl_async.plan.__main__ import main
+from skyrl_async.plan.__main__ import check, main
 from skyrl_async.plan.calls import Samples, groups_of, waiting_seconds
 from skyrl_async.plan.description import described
 from skyrl_async.plan.findings import findings
 from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, _simulated, config_of
 from skyrl_async.plan.measured import Measured, measured
+from skyrl_async.plan.memory import check_devices
 from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
 from skyrl_async.plan.report import Row, best_split, devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
@@ -359,7 +361,7 @@ def test_the_command_prints_a_table_and_what_it_says(
         (["RUN", "--mini-batch", "32"], "mini-batch 32: "),
         (
             ["--describe", "LARGE", "--budget", "6"],
-            "no split of so many devices holds the model; engines 1, training workers 2: num_workers must be >= 7, got 2",
+            "no split of so many devices holds the model; engines 1, training workers 2: training.num_workers must be >= 7, got 2",
         ),
         (["--describe", "missing.yaml"], "missing.yaml describes no cluster"),
     ],
@@ -530,6 +532,46 @@ def test_what_is_said_of_one_thing_is_said_of_a_run_that_is_else_as_it_is(bound:
     ]
 
 
+def test_what_binds_tells_environments_from_answers() -> None:
+    idle = dict.fromkeys((one.name for one in fields(Forecast)), 1.0) | {"publish_wait_frac": 0.0}
+    rows = [row_of(from_overrides(), WhatIf(), Forecast(**idle), None)]
+    groups = [KnownGroup(samples=(((9, 0.0), (9, seconds)), ((9, 0.0),))) for seconds in (1.0, 3.0)]
+    said, of_environments = (sentences(rows, from_overrides(), known)[0] for known in ((), groups))
+    assert said.startswith("the staleness bound binds, groups wait for their longest samples: ")
+    assert of_environments.startswith(
+        "the staleness bound binds, groups wait for their longest samples, whose environments take up to 2 s: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "said"),
+    [
+        (
+            "trainer.policy_mini_batch_size",
+            (64, 32),
+            "32 -> 64 mini-batch: +25% speed (within the error), and a token is 20% cheaper",
+        ),
+        (
+            "trainer.staleness_policy",
+            (StalenessPolicy.wait, StalenessPolicy.allow),
+            "wait -> allow policy: -20% speed (within the error), ",
+        ),
+        (
+            "engine.tensor_parallel_size",
+            (2, 1),
+            "1 -> 2 tensor parallel: +25% speed (within the error), and a token is 20% dearer",
+        ),
+    ],
+)
+def test_what_a_change_gains_is_said_in_tokens(key: str, values: tuple[Any, Any], said: str) -> None:
+    nothing = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0) | {"high_seconds": 2.0})
+    rows = [
+        row_of(from_overrides(), WhatIf(keys={key: value}), replace(nothing, tokens_per_second=tokens), None)
+        for value, tokens in zip(values, (100.0, 80.0), strict=True)
+    ]
+    assert sentences(rows, from_overrides())[1].startswith(said)
+
+
 def test_of_splits_that_are_about_as_fast_the_one_with_the_fewest_devices_is_named() -> None:
     nothing = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0))
 
@@ -554,6 +596,12 @@ def test_a_budget_is_refused_for_a_run_whose_stages_share_devices(
     assert "--budget must be left out for a run with placement.groups" in capsys.readouterr().err
 
 
+def test_a_run_of_another_version_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("num_engines:", "num_motors:"))
+    with pytest.raises(ConfigError, match=r"config.yaml is not of this version: .*num_motors"):
+        measured(tmp_path)
+
+
 def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl"):
         text = (run_dir / name).read_text()
@@ -565,7 +613,11 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("parameters: 70e9\n", r"tensor_parallel_size must be >= 2, got 1: the weights in an engine take 140 GB"),
+        ("parameters: 70e9\n", r"tensor_parallel_size must be >= 3, got 1: the weights in an engine take 140 GB"),
+        (
+            "parameters: 10e9\nlengths: {max_tokens: 99500}\nengine: {kv_bytes_per_token: 1e6}\n",
+            r"must be >= 2, got 1: the weights in an engine and the KV cache of the longest sample \(100 GB\) take 120 GB",
+        ),
         ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
         ("num_engine: 4\n", r"describes no cluster: num_engine: .*; did you mean num_engines\?"),
         (
@@ -578,9 +630,12 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
         ("\udcff", "describes no cluster: 'utf-8' codec"),
         (
             "shares_devices: true\nparameters: 20e9\n",
-            r"shares_devices must be false, .*, got 4, 4, 1, and 120 GB on a device of 80 GB",
+            r"must not share devices \(placement.groups\): they take 120 GB of each, and it has 80 GB",
         ),
-        ("shares_devices: true\nnum_workers: 8\nparameters: 1e9\n", r"shares_devices must be false, .*, got 4, 8, 1"),
+        (
+            "shares_devices: true\nnum_workers: 8\n",
+            r"num_engines must be 8 for the 8 GPUs of \[policy,generate\], .*, got 4",
+        ),
         (
             "lengths: {mean_tokens: 100, max_tokens: 10}\n",
             r"lengths.mean_tokens must be <= lengths.max_tokens \(10\), got 100",
@@ -594,6 +649,59 @@ def test_a_cluster_that_cannot_be_is_refused_by_name(tmp_path: Path, text: str, 
     (tmp_path / "cluster.yaml").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=said):
         described(tmp_path / "cluster.yaml")
+
+
+def test_a_what_if_may_make_no_mistake_that_the_run_has_not(run: Measured) -> None:
+    prompts = {"task.num_train_prompts": 400, "trainer.num_parallel_generation_workers": None}
+    free = replace(run, config=changed(run.config, prompts))
+    with pytest.raises(ConfigError, match=r"mini-batch 500: .* must be <= task.num_train_prompts \(400\), got 500"):
+        check(free, WhatIf(keys={"trainer.policy_mini_batch_size": 500}))
+    of_the_run = replace(run, config=changed(run.config, {"task.num_train_prompts": 1}))
+    check(of_the_run, WhatIf(keys={"trainer.max_staleness_steps": 3}))
+
+
+def test_an_engine_runs_no_more_requests_than_its_kv_cache_holds(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "parameters: 1e9\ndevice_gb: 10\nengine: {kv_bytes_per_token: 1e6}\n"
+        "lengths: {mean_tokens: 100, sigma: 0, max_tokens: 200, prompt_tokens: 15}\n"
+    )
+    model = described(tmp_path / "cluster.yaml")
+    # 0.85 of 10 GB less 2 GB of weights hold 6,500 tokens; a running request has its prompt and half of its answer.
+    assert settings_of(model, model.config).max_num_seqs == 100
+    halved = changed(model.config, {"engine.gpu_memory_utilization": 0.525})
+    assert settings_of(model, halved).max_num_seqs == 50
+
+
+@pytest.mark.parametrize(
+    ("cores", "keys", "said"),
+    [
+        (
+            0,
+            {"training.num_workers": 3},
+            r"training.num_workers must be >= 4, got 3: .* take 32 GB, and a device has 10 GB",
+        ),
+        (0, {"engine.num_engines": 64, "training.num_workers": 4}, None),
+        (
+            2,
+            {"engine.num_engines": 13},
+            r"engine.num_engines must be <= 12, got 13: training takes 32 GB and .* each engine 4 GB",
+        ),
+        (2, {"engine.num_engines": 12}, None),
+    ],
+)
+def test_a_what_if_of_a_run_needs_the_memory_that_the_run_had(
+    tmp_path: Path, cores: int, keys: dict[str, int], said: str | None
+) -> None:
+    size = {
+        "policy/num_parameters": 2e9,
+        "policy/device_memory_gb": 80.0 if cores else 10.0,
+        "engines/shared_cores": cores,
+    }
+    recorded(replace(PLANTED, num_steps=14), tmp_path, lambda row: row.update(size))
+    run = measured(tmp_path)
+    asked = changed(run.config, keys)
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_devices(run.memory, asked)
 
 
 def test_updates_that_take_longer_than_a_step_are_what_binds(
