@@ -52,6 +52,8 @@ CASES = (
     Case("twice the lengths", WhatIf(), doubled=True),
     Case("policy window", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.window})),
     Case("policy allow, S = 1", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.allow, _S: 1})),
+    Case("policy mask, S = 1", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.mask, _S: 1})),
+    Case("policy resample, S = 1", WhatIf(keys={"trainer.staleness_policy": StalenessPolicy.resample, _S: 1})),
     Case("mini-batch of 4", WhatIf(keys={"trainer.policy_mini_batch_size": 4})),
     Case("mini-batch of 16", WhatIf(keys={"trainer.policy_mini_batch_size": 16})),
     Case("groups of 4", WhatIf(keys={"generator.n_samples_per_prompt": 4})),
