@@ -1,0 +1,108 @@
+"""Whether devices hold a model: its weights, what training keeps beside them, and the KV cache where its size is memory.
+
+Activations come on top: what is refused here cannot be, and what is not refused may still run out of memory.
+"""
+
+from dataclasses import dataclass
+
+from skyrl_async.config.rules.device_plan import Unit
+from skyrl_async.config.rules.placement import check_sharing, sharing_stages
+from skyrl_async.config.schema.fields import DType
+from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.training import TrainingBackendName
+from skyrl_async.errors import ConfigError
+
+_WEIGHTS, _GRADIENTS, _ADAM = 4, 4, 8
+"""Bytes per trained parameter, all float32 or, in mixed precision, as many (ZeRO, arXiv 1910.02054, section 3.1)."""
+_SERVED_BYTES = {DType.float32: 4, DType.bfloat16: 2}
+_UNSHARDED = {0: _WEIGHTS + _GRADIENTS + _ADAM, 1: _WEIGHTS + _GRADIENTS, 2: _WEIGHTS, 3: 0}
+"""ZeRO stage -> bytes per parameter that every rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What is known of a model and of the devices."""
+
+    parameters: float = 0.0
+    """Of the model; 0: unknown, and nothing is checked."""
+    device_gb: float = 0.0
+    """Memory of a device, in GB; 0: unknown, and nothing is checked."""
+    is_one_machine: bool = False
+    """Whether it is that of the machine, which trainer and engines share."""
+    kv_bytes_per_token: float = 0.0
+    """Of the KV cache; 0: unmemory."""
+    longest_tokens: float = 0.0
+    """Of a row, its prompt counted."""
+
+
+def check_devices(memory: Memory, config: Config, lengths: float = 1.0) -> None:
+    """Raise ``ConfigError`` if no devices of this kind can be shared as ``config`` wants, or if they cannot hold the model, where rows are
+    ``lengths`` times as long."""
+    check_sharing(config, Unit.cpu_slot if memory.is_one_machine else Unit.gpu)
+    if memory.parameters and memory.device_gb:
+        (_check_machine if memory.is_one_machine else _check_each_device)(memory, config, lengths)
+
+
+def running_requests(memory: Memory, config: Config, tokens_per_request: float) -> int:
+    """Requests that an engine runs at a time: ``engine.max_num_seqs``, or as many of these as its KV cache holds."""
+    if not (memory.kv_bytes_per_token and memory.parameters and memory.device_gb):
+        return config.engine.max_num_seqs
+    devices = config.engine.tensor_parallel_size * config.engine.gpu_memory_utilization * memory.device_gb * 1e9
+    cache = devices - memory.parameters * _SERVED_BYTES[config.policy.dtype]
+    return max(1, min(config.engine.max_num_seqs, int(cache / memory.kv_bytes_per_token / tokens_per_request)))
+
+
+def _check_each_device(memory: Memory, config: Config, lengths: float) -> None:
+    device, engine = memory.device_gb, config.engine
+    sharded, unsharded = (memory.parameters * num / 1e9 for num in _training_bytes(config))
+    served = memory.parameters * _SERVED_BYTES[config.policy.dtype] / 1e9
+    num_workers = config.training.num_workers
+    of_training = sharded / num_workers + unsharded
+    if any({"policy", "generate"} <= set(stages) for stages in sharing_stages(config)):
+        needed = of_training + served / engine.tensor_parallel_size
+        if needed > device:
+            raise ConfigError(
+                f"policy and generate must not share devices (placement.groups): they take {needed:.0f} GB of each, and it has "
+                f"{device:.3g} GB"
+            )
+    cache = memory.kv_bytes_per_token * memory.longest_tokens * lengths / 1e9
+    longest = f" and the KV cache of the longest sample ({cache:.3g} GB)" if cache else ""
+    most = engine.gpu_memory_utilization * device
+    if served + cache > most * engine.tensor_parallel_size:
+        raise ConfigError(
+            f"engine.tensor_parallel_size must be >= {-(-(served + cache) // most):.0f}, got {engine.tensor_parallel_size}: the weights in "
+            f"an engine{longest} take {served + cache:.0f} GB, and a device has {most:.3g} GB for them"
+        )
+    if unsharded >= device:
+        raise ConfigError(
+            f"training.deepspeed.zero_stage must be 3, got {config.training.deepspeed.zero_stage}: every worker holds {unsharded:.0f} GB "
+            f"that lower stages do not shard, and a device has {device:.3g} GB"
+        )
+    if of_training > device:
+        raise ConfigError(
+            f"training.num_workers must be >= {-(-sharded // (device - unsharded)):.0f}, got {num_workers}: weights, gradients and Adam's "
+            f"state take {sharded + num_workers * unsharded:.0f} GB, and a device has {device:.3g} GB for them"
+        )
+
+
+def _check_machine(memory: Memory, config: Config, lengths: float) -> None:
+    sharded, unsharded = (memory.parameters * num / 1e9 for num in _training_bytes(config))
+    num_engines, served = config.engine.num_engines, memory.parameters * _SERVED_BYTES[config.policy.dtype] / 1e9
+    training = sharded + config.training.num_workers * unsharded
+    if training + num_engines * served > memory.device_gb:
+        raise ConfigError(
+            f"engine.num_engines must be <= {max(0, memory.device_gb - training) // served:.0f}, got {num_engines}: training takes "
+            f"{training:.3g} GB and the weights in each engine {served:.3g} GB, and the machine has {memory.device_gb:.3g} GB"
+        )
+
+
+def _training_bytes(config: Config) -> tuple[int, int]:
+    """Per parameter: what the workers share between them, and what each of them holds. What is kept in the host's memory does not count."""
+    training = config.training
+    is_deepspeed = training.backend is TrainingBackendName.deepspeed
+    if config.policy.lora.is_on:
+        return _SERVED_BYTES[config.policy.dtype], 0  # at least: adapters are small
+    if training.cpu_offload or (is_deepspeed and training.deepspeed.offload_optimizer):
+        return 0, 0
+    unsharded = _UNSHARDED[training.deepspeed.zero_stage] if is_deepspeed else 0
+    return _WEIGHTS + _GRADIENTS + _ADAM - unsharded, unsharded
