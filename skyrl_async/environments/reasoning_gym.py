@@ -141,7 +141,7 @@ def make_prompts(
 
 
 def _require_repeatable(dataset: str) -> None:
-    """See that every process of the run, and one that takes it up, draws the same items. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` unless every process of the run, and one that takes it up, draws the same items."""
     if dataset in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
         raise ConfigError(
             f"task.reasoning_gym.dataset={dataset} draws other questions in every process, because it goes through Python's sets: start "
@@ -150,7 +150,7 @@ def _require_repeatable(dataset: str) -> None:
 
 
 def _check_scores(dataset: str, item: Mapping[str, Any]) -> None:
-    """See that an innocent answer is scored, so that a package that the sandbox cannot use is no run of wrong answers."""
+    """Raise ``ConfigError`` unless an innocent answer is scored: a package that the sandbox cannot use would make all answers wrong."""
     _, reason = _score(item, _drawn(item)[1]["answer"] or "")
     if reason is not None:
         raise ConfigError(

@@ -29,7 +29,7 @@ _END_TIMEOUT_S = 30.0
 _MAX_LINE_BYTES = 16 << 20
 _TAIL_BYTES = 2000
 _VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0"}
-"""Of the runner: or it asks the internet for prices, and tells of its use."""
+"""The runner's environment: without it, it asks the internet for prices, and tells of its use."""
 _NAMES = """
 import json
 from harbor.models.agent.name import AgentName

@@ -14,7 +14,7 @@ from skyrl_async.types import Prompt
 TASK_COLUMN = "harbor_task"
 """Extra that holds the task's directory."""
 ENV_CLASS = "harbor"
-"""Of the prompts, which no environment of this process judges."""
+"""Environment of the prompts, which no environment of this process judges."""
 _MAX_SHOWN = 10
 
 

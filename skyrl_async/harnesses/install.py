@@ -18,7 +18,7 @@ from pathlib import Path
 from skyrl_async.errors import ConfigError
 
 _EXCLUDE_NEWER = "2026-11-20T00:00:00Z"
-"""Of what the pinned packages bring along, so that an environment is the same whenever it is made."""
+"""Newest release date of what the pinned packages bring along, so that an environment is the same whenever it is made."""
 _DONE = "installed"
 _TIMEOUT_S = 1800.0
 _NUM_SHOWN_LINES = 15

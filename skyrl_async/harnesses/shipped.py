@@ -81,7 +81,7 @@ class ShippedHarness:
 
     @property
     def version(self) -> str:
-        """Of the program."""
+        """The program's version."""
         packages = self.packages
         first = packages.packages[0] if isinstance(packages, NpmPackages) else packages.requirements[0]
         return first.replace("==", "@").rpartition("@")[2]

@@ -223,7 +223,7 @@ class EnginePool:
             self.on_load(_total([slot.load for slot in self._slots.values()]))
 
     def load_statistics(self) -> dict[str, float]:
-        """Of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.
+        """Figures of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.
 
         The hit fraction is missing where no prompt came meanwhile, and iterations of a kind that there was not.
         """

@@ -40,7 +40,7 @@ class EngineLoad:
     cache_use: float = 0.0
     """Fraction of its cache of keys and values that running requests hold, now."""
     num_prompt_tokens: int = 0
-    """Of prompts that were looked up in the cache of prefixes."""
+    """Tokens of prompts that were looked up in the cache of prefixes."""
     num_cached_tokens: int = 0
     """Those that were found."""
     num_preemptions: int = 0

@@ -156,7 +156,7 @@ class TraceParts:
             interval_s=_WRITE_INTERVAL_S,
         )
         self._size = self._num_names = 0
-        """Of the newest part: its characters, and the names that are in it."""
+        """Characters of the newest part, and names that are in it."""
         self._is_closed = False
         self._begin_part(int(earlier[-1].stem) + 1 if earlier else 1)
 

@@ -23,7 +23,7 @@ from skyrl_async.runtime.disk_writer import DiskWriter
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 << 20
-"""Of the records of a file that wait for the disk."""
+"""Most bytes of a file's records that wait for the disk."""
 
 
 def free_path(path: Path) -> Path:

@@ -31,13 +31,13 @@ _finite = partial(bounded, lt=math.inf)
 @dataclass
 class Lengths:
     mean_tokens: float = _finite(4000.0, ge=1)
-    """Of a sample's replies, all turns together."""
+    """Tokens of a sample's replies, all turns together."""
     sigma: float = _finite(0.8, ge=0)
-    """Of their logarithm: 0.5 is a short tail, 1.2 a long one."""
+    """Standard deviation of their logarithm: 0.5 is a short tail, 1.2 a long one."""
     max_tokens: int = bounded(32_000, ge=1)
     """Where they are cut."""
     prompt_tokens: float = _finite(500.0, ge=0)
-    """Of a prompt."""
+    """Tokens of a prompt."""
     turns: int = bounded(1, ge=1)
     """Replies per sample, each a part of its tokens."""
     environment_seconds: float = _finite(0.0, ge=0)
@@ -47,7 +47,7 @@ class Lengths:
 @dataclass
 class EngineDescription:
     tokens_per_second: float = _finite(60.0, gt=0)
-    """Of a request alone in an engine."""
+    """Speed of a request alone in an engine."""
     half_speed_requests: float = _finite(100.0, gt=0)
     """Requests in an engine at which each runs at half of that."""
     max_num_seqs: int = bounded(256, ge=1)
@@ -55,7 +55,7 @@ class EngineDescription:
     prefill_seconds: float = _finite(0.0, ge=0)
     """By which a request holds up its engine when it begins, or continues after an update."""
     kv_bytes_per_token: float = _finite(0.0, ge=0)
-    """Of the KV cache, which bounds how many requests run at a time: 2 x layers x key-value heads x their width x 2 bytes; 0: unknown."""
+    """Size of the KV cache, which bounds how many requests run: 2 x layers x key-value heads x their width x 2 bytes. 0: unknown."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Description:
     policy_mini_batch_size: int = bounded(64, ge=1)
     n_samples_per_prompt: int = bounded(8, ge=1)
     parameters: float = _finite(0.0, ge=0)
-    """Of the model; 0 checks no memory."""
+    """Parameters of the model; 0 checks no memory."""
     device_gb: float = _finite(80.0, gt=0)
     """Memory of a device."""
     lengths: Lengths = field(default_factory=Lengths)

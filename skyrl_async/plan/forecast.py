@@ -116,12 +116,12 @@ class Planner:
 
     @property
     def config(self) -> Config:
-        """Of the run."""
+        """The configuration of the run."""
         return self._models[0].config
 
     @property
     def groups(self) -> tuple[KnownGroup, ...]:
-        """Of the run."""
+        """The groups that prompts get."""
         return self._models[0].groups
 
     def forecasts(

@@ -59,7 +59,7 @@ class Gradients:
 
     step: NDArray[np.int64]
     num_tokens: Floats
-    """Of its rows, prompts counted; the step's mean where the record does not say which group it was."""
+    """Tokens of its rows, prompts counted; the step's mean where the record does not say which group it was."""
     seconds: Floats
     """Forward and backward."""
     speed: Floats
@@ -77,7 +77,7 @@ class Measured:
     gradients: Gradients
     groups: tuple[KnownGroup, ...]
     unsampled_tokens: float
-    """Of a row, in the mean: its prompt, and what its environment answered."""
+    """Tokens of a row's prompt, and of what its environment answered, in the mean."""
     stages: Mapping[str, float]
     """Stages between the reward and training: name -> seconds per group."""
 

@@ -24,15 +24,15 @@ class Memory:
     """What is known of a model and of the devices."""
 
     parameters: float = 0.0
-    """Of the model; 0: unknown, and nothing is checked."""
+    """Parameters of the model; 0: unknown, and nothing is checked."""
     device_gb: float = 0.0
     """Memory of a device, in GB; 0: unknown, and nothing is checked."""
     is_one_machine: bool = False
     """Whether it is that of the machine, which trainer and engines share."""
     kv_bytes_per_token: float = 0.0
-    """Of the KV cache; 0: unmemory."""
+    """Size of the KV cache; 0: unknown."""
     longest_tokens: float = 0.0
-    """Of a row, its prompt counted."""
+    """Tokens of the longest row, its prompt counted."""
 
 
 def check_devices(memory: Memory, config: Config, lengths: float = 1.0) -> None:

@@ -49,12 +49,12 @@ class Model:
     """Seconds of everything that a run does."""
 
     config: Config
-    """Of the run that was measured, or described."""
+    """The configuration of the run that was measured, or described."""
     groups: tuple[KnownGroup, ...]
     call_seconds: float = 0.0
-    """Of each request, besides its tokens."""
+    """What each request takes besides its tokens."""
     token_seconds: float
-    """Of each sampled token, of a request alone in an engine."""
+    """What a sampled token takes, of a request alone in an engine."""
     token_seconds_per_request: float
     """What each request that runs in the engine adds to it."""
     prefill_seconds: float = 0.0
@@ -62,11 +62,11 @@ class Model:
     group_seconds: float = 0.0
     """Forward and backward of a group, besides its tokens."""
     gradient_seconds: float
-    """Of each token of a row that is trained, its prompt counted."""
+    """What each token of a trained row takes, its prompt counted."""
     shared_cores: int | None = None
     """Cores of the machine that trainer and engines share; None: each has its own devices."""
     unsampled_tokens: float = 0.0
-    """Of a row: its prompt, and what its environment answered."""
+    """Tokens of a row's prompt, and of what its environment answered."""
     step_seconds: float = 0.0
     """The optimizer step, and what else a step takes."""
     gather_seconds: float = 0.0

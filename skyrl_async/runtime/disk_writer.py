@@ -58,7 +58,7 @@ class DiskWriter(Generic[T]):
         self._interval_s = interval_s
         self._waiting: deque[T] = deque()
         self._bytes_added = self._bytes_written = 0
-        """Of items that were added, and of those that are on disk or left out; each is changed by one thread."""
+        """Bytes of items that were added, and of those that are on disk or left out; each is changed by one thread."""
         self._threads = DaemonThreads(what)
         self._lock = threading.Lock()
         self._queued: Future[None] | None = None

@@ -56,7 +56,7 @@ class _Call:
     kept: VersionSpans = field(default_factory=VersionSpans)
     """Versions of the tokens before the last abort after which the engine continues by itself."""
     num_aborts: int = 0
-    """Of these aborts."""
+    """How many such aborts there were."""
     woken: asyncio.Future[None] | None = None
     """Pending while the call waits for tokens."""
 
@@ -252,7 +252,7 @@ class ModelledEngine:
     prefill_seconds: float = 0.0
     """What each request takes before its first token, also one that is continued after an abort. No other progresses meanwhile."""
     prefill_tokens_per_second: float = math.inf
-    """Of prompts, without what is cached of them."""
+    """Tokens of prompts that are computed per second; what is cached of them is not."""
     prefill_chunk_tokens: float = math.inf
     """Tokens of prompts that an iteration computes, in which calls get one token: those whose prompts were computed before, and all when an
     update has made their prompts due again. Infinite: no call progresses in a prefill."""

@@ -43,7 +43,7 @@ class ModelledPolicy:
     seconds_per_group: float = 0.0
     """The same, whatever a group's length."""
     prompt_tokens: float = 0.0
-    """Of each row; they take as long as those of its response."""
+    """Tokens of each row's prompt; they take as long as those of its response."""
     machine: SharedMachine | None = None
     """Where others compute too: those that do when a computation begins count for all of it. None: a machine of its own."""
     step_seconds: float = 0.0

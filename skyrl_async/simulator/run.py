@@ -67,7 +67,7 @@ class SimulationSettings:
     max_num_seqs: int | None = None
     """Most requests that run in an engine at a time; None: all."""
     prefill_seconds: float = 0.0
-    """Of each request, also one that is continued; see ``ModelledEngine``."""
+    """Seconds of each request, also one that is continued; see ``ModelledEngine``."""
     known_groups: tuple[KnownGroup, ...] = ()
     """Groups to draw from in place of lognormal lengths; see ``ModelledGenerator``."""
     call_seconds: float = 0.0
@@ -92,7 +92,7 @@ class SimulationSettings:
     seconds_per_group: float = 0.0
     """Seconds of training per group, whatever its length."""
     prompt_tokens: float = 0.0
-    """Of a prompt, each of which is trained in the time of a response's token."""
+    """Tokens of a prompt, each of which is trained in the time of a response's token."""
     step_seconds: float = 0.0
     stage_seconds: float = 0.0
     load_seconds: float = 0.0

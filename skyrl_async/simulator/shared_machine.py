@@ -34,7 +34,7 @@ class SharedMachine:
 
     @property
     def slowdown(self) -> float:
-        """Of everything that computes now."""
+        """Seconds of a computation over its seconds alone, for everything that computes now."""
         return slowdown(sum(self._computing.values()), self._num_cores)
 
     def listen(self, on_change: Callable[[], None]) -> None:

@@ -137,7 +137,7 @@ class ViewedRun:
         return {"rows": rows[:_MAX_FOUND], "is_cut": len(rows) > _MAX_FOUND}
 
     def sample(self, row: int) -> dict[str, Any]:
-        """See ``whole_samples``. Raises ``LookupError`` if there is no row of that number."""
+        """Return a row as ``whole_samples`` does. Raises ``LookupError`` if there is no row of that number."""
         rows = self.whole_samples(row, row + 1)
         if not rows:
             raise LookupError(f"no row {row} in {self.directory / DIRECTORY}")

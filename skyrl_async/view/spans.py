@@ -15,7 +15,7 @@ _ENGINES = ("engines/", "publish/pause")
 _GROUP = ("generation", "group")
 _NUM_WAITS = 10
 _PIXELS = 1000
-"""Of the window: shorter spans are drawn together."""
+"""Width of the window: shorter spans are drawn together."""
 
 
 def spans_between(run_dir: Path, begin: float | None, end: float | None) -> dict[str, Any]:

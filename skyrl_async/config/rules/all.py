@@ -250,4 +250,4 @@ _RULES = (
     generator_rules,
 )
 _RULES_OF_MACHINE = (run_rules, file_rules, server_rules, placement.rules)
-"""Of directories, files, ports and devices."""
+"""Rules about directories, files, ports and devices."""

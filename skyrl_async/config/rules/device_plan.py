@@ -131,7 +131,7 @@ class DevicePlan:
 
 
 def check_groups(placement: PlacementConfig, needed: Collection[str]) -> None:
-    """See that the section is complete and says each thing once, whatever the cluster. Raises ``ConfigError``.
+    """Raise ``ConfigError`` unless the section is complete and says each thing once, whatever the cluster.
 
     ``needed`` stages have to be placed; the others may be.
     """
@@ -244,7 +244,7 @@ def _devices_of(ratios: Sequence[float], groups: Sequence[Sequence[str]], unit: 
 
 
 def _check_size(group: PlannedGroup, stage: str, unit: Unit) -> None:
-    """See that the stage's actors and the group's devices divide."""
+    """Raise ``ConfigError`` unless the stage's actors and the group's devices divide."""
     size, devices = group.sizes[stage], unit.count(group.num_devices)
     used = size.num_actors * size.devices_per_actor
     if group.num_devices % used == 0 and (unit is Unit.cpu_slot or group.num_devices == used):

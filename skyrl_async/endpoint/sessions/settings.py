@@ -76,7 +76,7 @@ class TurnReward(BaseModel):
     turn: int = Field(ge=0)
     """Which of the session's replies, in the order in which they were finished, from 0. Side requests count."""
     value: float | tuple[float, ...]
-    """Of the whole turn, or of each of its sampled tokens."""
+    """The reward of the whole turn, or one of each of its sampled tokens."""
 
     @field_validator("value")
     @classmethod

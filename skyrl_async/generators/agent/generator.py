@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 _MIN_FINISHED = 2
 """Samples of a group that must finish, because one alone has no advantage."""
 _MAX_LOG_CHARS = 4096
-"""Of the end of each log, which goes with every row of the sample."""
+"""Characters of the end of each log, which goes with every row of the sample."""
 DIRECTORY_MARK = "SKYRL_AGENTS"
 """Variable with the directory of temporary directories, of processes that must end before it is deleted."""
 _SESSION_MARGIN_S = 7200.0
-"""Of rewards, and of outages, in which an agent's time stands still. A session lasts as long as its agent may run: environments and tools
-take minutes in which nothing is asked. Only a session that its generator has forgotten expires.
+"""Time for rewards, and for outages, in which an agent's time stands still. A session lasts as long as its agent may run: environments and
+tools take minutes in which nothing is asked. Only a session that its generator has forgotten expires.
 """
 _UNSAMPLED = Trajectory(
     prompt_token_ids=(),

@@ -16,7 +16,7 @@ from skyrl_async.harbor.runner.sandbox import TIMED_OUT, Limits, Sandbox, Sandbo
 
 _BUILD_COMMAND_TIMEOUT_S = 120.0
 _RESERVED = ("/logs", "/tests")
-"""Of the verifier: an agent that fills its disk is judged all the same."""
+"""The verifier's directories: an agent that fills its disk is judged all the same."""
 _unbuildable: dict[Path, str] = {}
 """Dockerfiles that could not be followed, and why: they are not tried again."""
 

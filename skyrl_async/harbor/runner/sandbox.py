@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "TERM": "xterm-256color",
 }
-"""Of every command; nothing of this process's environment."""
+"""The environment of every command; nothing of this process's environment."""
 TIMED_OUT = 124
 """Exit status of a command that was killed at its deadline, as of ``timeout``."""
 _START_TIMEOUT_S = 60.0

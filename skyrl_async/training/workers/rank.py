@@ -71,9 +71,9 @@ class PolicyRank:
         self._trained_rows = TrainedRows(directory=settings.bad_step_dir, outputs=outputs)
         self._backend: ShardedBackend
         self._token_logprobs: TokenLogprobs
-        """Of a policy."""
+        """Set where the rank is of a policy."""
         self._token_values: TokenValues
-        """Of a critic."""
+        """Set where the rank is of a critic."""
         self._loss: RankLoss
         self._reference: Reference | None = None
         self._model_type: str

@@ -5,7 +5,7 @@ import math
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -82,8 +82,13 @@ PLANTED = SimulationSettings(
 )
 
 
-MOST_STEPS = "skyrl_async.plan.forecast._MOST_STEPS"
-"""Of a simulation; a planted run is steadier than a real one, so that fewer say as much."""
+@pytest.fixture(scope="module", autouse=True)
+def short_simulations() -> Iterator[None]:
+    """A planted run is steadier than a real one, so that fewer steps and replicates say as much."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("skyrl_async.plan.forecast._MOST_STEPS", 12)
+        patch.setattr("skyrl_async.plan.forecast._NUM_REPLICATES", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +166,7 @@ WHAT_IFS = (
 def forecasts(run: Measured) -> tuple[list[Forecast], Accuracy | None]:
     """One of each what-if."""
     planner = Planner(run, num_processes=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MOST_STEPS, 20)
-        return planner.forecasts([what_if for what_if, _ in WHAT_IFS]), planner.accuracy
+    return planner.forecasts([what_if for what_if, _ in WHAT_IFS]), planner.accuracy
 
 
 @pytest.mark.slow
@@ -178,25 +181,21 @@ def test_a_forecast_is_what_the_loop_then_takes(
 
 def test_whole_waves_of_steps_are_measured_and_nothing_of_the_end() -> None:
     settings = replace(PLANTED, num_steps=None, stage_seconds=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MOST_STEPS, 5)
-        found = _simulated({}, settings)
+    found = _simulated({}, settings)
 
     async def main() -> list[float]:
-        simulation = Simulation(replace(settings, num_steps=14))
+        simulation = Simulation(replace(settings, num_steps=20))
         await simulation.run()
         return [values["timing/step"] for _, values in simulation.logged if "timing/step" in values]
 
-    # A wave of three is left out, and two are measured.
-    assert found.step_seconds == pytest.approx(fmean(run_in_virtual_time(main())[3:9]))
+    # A wave of three is left out, and four are measured.
+    assert found.step_seconds == pytest.approx(fmean(run_in_virtual_time(main())[3:15]))
 
 
 def test_batches_of_several_steps_are_forecast_too(run: Measured) -> None:
     planner = Planner(run, num_processes=1)
     keys = {"trainer.update_epochs_per_batch": 2, "trainer.max_staleness_steps": 4}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MOST_STEPS, 6)
-        (found,) = planner.forecasts([WhatIf(keys=keys)])
+    (found,) = planner.forecasts([WhatIf(keys=keys)])
     assert 0.0 < found.step_seconds < 10.0
 
 
@@ -323,9 +322,8 @@ def test_engines_of_different_speeds_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_what_it_says(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(MOST_STEPS, 12)
     options = ["--engines", "1,2", "--staleness", "2", "--gpu-hour", "2.5", "--processes", "1"]
     assert main([str(run_dir), *options, "--picture", str(tmp_path / "plan.png")]) == 0
     said = capsys.readouterr().out
@@ -419,9 +417,8 @@ def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys:
     assert part.name in capsys.readouterr().err
 
 
-def error_of_its_model(run: Measured, monkeypatch: pytest.MonkeyPatch) -> float:
+def error_of_its_model(run: Measured) -> float:
     """By how much the model of a run is wrong about it."""
-    monkeypatch.setattr(MOST_STEPS, 20)
     planner = Planner(run, num_processes=1)
     planner.forecasts([])
     assert planner.accuracy is not None
@@ -429,18 +426,16 @@ def error_of_its_model(run: Measured, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def test_groups_that_are_filtered_are_generated_and_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     recorded(replace(PLANTED, known_groups=known_groups(num_filtered=36), sample_full_batch=True), tmp_path)
     run = measured(tmp_path)
     assert 0.5 < fmean(group.is_filtered for group in run.groups) < 0.7
-    assert findings(run) == [] and abs(error_of_its_model(run, monkeypatch)) < 0.1
+    assert findings(run) == [] and abs(error_of_its_model(run)) < 0.1
 
 
 @pytest.mark.parametrize("on_failed_samples", [OnFailedSamples.train_rest, OnFailedSamples.drop])
-def test_samples_that_fail_are_generated_and_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failed_samples: OnFailedSamples
-) -> None:
+def test_samples_that_fail_are_generated_and_not_trained(tmp_path: Path, on_failed_samples: OnFailedSamples) -> None:
     groups = tuple(
         replace(group, samples=(*group.samples[:3], ((100, 2.0),)), num_failing=1) if number % 3 == 0 else group
         for number, group in enumerate(known_groups())
@@ -451,11 +446,11 @@ def test_samples_that_fail_are_generated_and_not_trained(
     (said,) = findings(run)
     assert "% of the samples failed; as many do in the forecast" in said
     assert sum(group.num_failing for group in run.groups) == pytest.approx(len(run.groups) / 3, rel=0.3)
-    assert abs(error_of_its_model(run, monkeypatch)) < 0.1
+    assert abs(error_of_its_model(run)) < 0.1
 
 
 def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     async def old_logprobs(policy: ModelledPolicy, group: Group) -> Group:
         await policy.compute(0.15)
@@ -472,16 +467,14 @@ def test_log_probs_and_gradients_of_the_policy_workers_wait_for_each_other(
     assert found.group_seconds + tokens * found.gradient_seconds == pytest.approx(
         PLANTED.seconds_per_group + tokens * PLANTED.seconds_per_token, rel=0.1
     )
-    assert abs(error_of_its_model(run, monkeypatch)) < 0.1
+    assert abs(error_of_its_model(run)) < 0.1
 
 
 def test_stages_that_share_devices_take_turns_in_the_model_too(tmp_path: Path) -> None:
     shared = replace(PLANTED, shared_by=(("policy", "generate"),), min_generation_slice_s=0.5)
     recorded(shared, tmp_path / "run")
     planner = Planner(measured(tmp_path / "run"), num_processes=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MOST_STEPS, 20)
-        as_it_is, synchronous = planner.forecasts([WhatIf(), WhatIf(keys={"trainer.max_staleness_steps": 0})])
+    as_it_is, synchronous = planner.forecasts([WhatIf(), WhatIf(keys={"trainer.max_staleness_steps": 0})])
     assert planner.accuracy is not None and abs(planner.accuracy.error) < 0.1
     truth = step_seconds(replace(shared, max_staleness_steps=0, num_workers=8, seed=3), tmp_path / "synchronous")
     assert synchronous.step_seconds == pytest.approx(truth, rel=0.1)
@@ -705,13 +698,12 @@ def test_a_what_if_of_a_run_needs_the_memory_that_the_run_had(
 
 
 def test_updates_that_take_longer_than_a_step_are_what_binds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "{num_engines: 2, num_workers: 2, policy_mini_batch_size: 4, lengths: {mean_tokens: 300}, publish: {send_seconds: 60}}"
     )
-    monkeypatch.setattr(MOST_STEPS, 5)
     assert main(["--describe", str(file), "--processes", "1"]) == 0
     assert "weight updates bind: as it is, the trainer waits for them for 9" in capsys.readouterr().out
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+import skyrl_async.view
 from skyrl_async.chat.turns import RowTurn
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import Outcome
@@ -23,13 +23,19 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.types import ToolCall, Trajectory
 from skyrl_async.view.__main__ import main
+from tests.cpu.forked_workers import forking_executable
 from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
 from tests.patience import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+COMMAND = Path(skyrl_async.view.__file__).with_name("__main__.py")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_workers"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
+]
 
 expect.set_options(timeout=20_000)  # a busy machine draws late
 
@@ -98,7 +104,7 @@ def run_dir(tmp_path: Path) -> Path:
 @contextmanager
 def served(*arguments: str | Path, **environment: str) -> Iterator[str]:
     """The address that the command prints."""
-    command = [sys.executable, "-m", "skyrl_async.view", *map(str, arguments), "--port", "0"]
+    command = [*forking_executable(), str(COMMAND), *map(str, arguments), "--port", "0"]
     environment = {"DISPLAY": "", "WAYLAND_DISPLAY": "", **environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         try:
