@@ -23,6 +23,7 @@ from skyrl_async.config.schema.engine import Autoscale, EngineConfig
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.inference.engine_life import EngineState
 from skyrl_async.inference.fleet import Fleet
+from skyrl_async.runtime.tasks import task_group
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,12 @@ async def autoscaled(
     if fleet is None or config.autoscale is Autoscale.none:
         yield
         return
-    following = asyncio.create_task(follow(run_dir, fleet, config, plan or planned), name="autoscale")
-    try:
-        yield
-    finally:
-        following.cancel()
-        await asyncio.wait([following])
+    async with task_group() as tasks:
+        following = tasks.create_task(follow(run_dir, fleet, config, plan or planned), name="autoscale")
+        try:
+            yield
+        finally:
+            following.cancel()
 
 
 async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) -> None:

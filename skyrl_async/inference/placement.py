@@ -143,8 +143,9 @@ class Placement:
         self._running[generation_id] = running
         self._add(engine, running.weight)
         self._num_started += call.num_sampled_tokens == 0
-        self.caches.add(engine, prefixes)
-        self._note(engine)
+        if prefixes:
+            self.caches.add(engine, prefixes)
+            self._note(engine)
 
     def engines_changed(self) -> None:
         """``choose`` gets other engines from now on."""

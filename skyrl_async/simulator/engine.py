@@ -127,13 +127,13 @@ class _SharedSpeed:
         self._note_computing()
         if call.woken is not None:  # else it is about to wait, or to end, which sets the timer
             heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
-            self._set_timer()
+            self.set_timer()
 
     def restart_prefill(self, seconds: float) -> None:
         """No call progresses for so long; what was left of earlier prefills is void."""
         self._advance()
         self._prefill_left = seconds
-        self._set_timer()
+        self.set_timer()
 
     def stop_all(self) -> None:
         """No call runs any more, though some still wait for tokens."""
@@ -141,28 +141,28 @@ class _SharedSpeed:
         self.num_running, self._prefill_left = 0, 0.0
         self._goals.clear()
         self._note_computing()
-        self._set_timer()
+        self.set_timer()
 
     def end(self) -> None:
         """A call that ran has ended."""
         self._advance()
         self.num_running -= 1
         self._note_computing()
-        self._set_timer()
+        self.set_timer()
 
     def set_paused(self, is_paused: bool) -> None:
         """No call progresses while paused."""
         self._advance()
         self.is_paused = is_paused
         self._note_computing()
-        self._set_timer()
+        self.set_timer()
 
     async def wait_for(self, call: _Call, num_tokens: int) -> None:
         """Return when the call has got ``num_tokens`` in all, or is woken."""
         call.woken, call.awaited = asyncio.get_running_loop().create_future(), num_tokens
         if call.started < math.inf:
             heapq.heappush(self._goals, (call.started + num_tokens, next(self._numbers), call.woken))
-            self._set_timer()
+            self.set_timer()
         await call.woken
 
     def _rate(self) -> float:
@@ -200,9 +200,9 @@ class _SharedSpeed:
 
     def _machine_changes(self) -> None:
         self._advance()
-        self._set_timer()
+        self.set_timer()
 
-    def _set_timer(self) -> None:
+    def set_timer(self) -> None:
         """For the next call that has got what it waits for."""
         while self._goals and self._goals[0][2].done():
             heapq.heappop(self._goals)
@@ -223,12 +223,16 @@ class _SharedSpeed:
 
     def _on_timer(self) -> None:
         self._timed = (0.0, 0.0, 0.0)
+        self._timer = None
         self._advance()
+        has_woken = False
         while self._goals and self._goals[0][0] <= self._progress + _ROUNDING:
             woken = heapq.heappop(self._goals)[2]
             if not woken.done():
                 woken.set_result(None)
-        self._set_timer()
+                has_woken = True
+        if not has_woken:  # else what was woken sets it, at once
+            self.set_timer()
 
 
 @dataclass(eq=False)
@@ -325,6 +329,7 @@ class ModelledEngine:
             block = None
             while block is None or block.finish_reason is None:
                 block = await self._sampled(call, min(call.num_taken + self.block_tokens, call.num_tokens))
+                self._shared.set_timer()  # for the others, while this one's reader takes its time
                 yield block
         finally:
             self._end(call)

@@ -259,3 +259,19 @@ def test_a_request_waits_until_the_cache_has_room_for_its_prompt() -> None:
         return (await ended)[0]
 
     assert run_in_virtual_time(main()) == [1.0, 1.0, 2.0]
+
+
+def test_a_stream_whose_reader_takes_its_time_holds_up_no_other_call() -> None:
+    async def main() -> float:
+        served = engine(block_tokens=50)
+
+        async def read_slowly() -> None:
+            async for _ in served.stream(request(0)):
+                await asyncio.sleep(10.0)
+
+        reading = asyncio.create_task(read_slowly())
+        (end,) = await ends(served, [request(1)])
+        await reading
+        return end
+
+    assert run_in_virtual_time(main()) == pytest.approx(1.0)
