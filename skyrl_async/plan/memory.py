@@ -1,4 +1,4 @@
-"""Whether devices hold a model: its weights, what training keeps beside them, and the KV cache where its size is memory.
+"""Whether devices hold a model: its weights, what training keeps beside them, and the KV cache where its size is known.
 
 Activations come on top: what is refused here cannot be, and what is not refused may still run out of memory.
 """
