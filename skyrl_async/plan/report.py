@@ -174,7 +174,7 @@ def _what_binds(found: Forecast, config: Config, groups: Sequence[KnownGroup]) -
     slowest = [max(sum(seconds for _, seconds in turns) for turns in group.samples) for group in groups]
     environments = fmean(slowest or [0.0])
     of_them = (
-        f", whose environments take up to {environments:.3g} s"
+        f", of which environments take {environments:.3g} s in the mean"
         if environments > _SAME_SPEED * found.step_seconds
         else ""
     )

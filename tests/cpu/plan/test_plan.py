@@ -532,7 +532,7 @@ def test_what_binds_tells_environments_from_answers() -> None:
     said, of_environments = (sentences(rows, from_overrides(), known)[0] for known in ((), groups))
     assert said.startswith("the staleness bound binds, groups wait for their longest samples: ")
     assert of_environments.startswith(
-        "the staleness bound binds, groups wait for their longest samples, whose environments take up to 2 s: "
+        "the staleness bound binds, groups wait for their longest samples, of which environments take 2 s in the mean: "
     )
 
 
