@@ -25,6 +25,13 @@ from skyrl_async.simulator.models import KnownGroup, Turn
 
 _NUM_GROUPS = 512
 """Groups whose lengths are drawn."""
+_NAMES = {
+    "engine.num_engines": "num_engines",
+    "engine.tensor_parallel_size": "tensor_parallel_size",
+    "training.num_workers": "num_workers",
+    "placement.groups": "shares_devices",
+}
+"""Key of the configuration -> that of a description."""
 _finite = partial(bounded, lt=math.inf)
 
 
@@ -152,7 +159,13 @@ def described(path: Path) -> Model:
             longest_tokens=lengths.prompt_tokens + lengths.max_tokens,
         ),
     )
-    check_devices(model.memory, config)
+    try:
+        check_devices(model.memory, config)
+    except ConfigError as error:
+        text = str(error)
+        for key, name in _NAMES.items():
+            text = text.replace(key, name)
+        raise ConfigError(text) from error
     return model
 
 

@@ -35,74 +35,90 @@ class Memory:
     """Tokens of the longest row, its prompt counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """GB of a model; what is kept in the host's memory does not count."""
+
+    served: float
+    """Weights in an engine."""
+    sharded: float
+    """What the workers of training share between them."""
+    unsharded: float
+    """What each of them holds."""
+
+
 def check_devices(memory: Memory, config: Config, lengths: float = 1.0) -> None:
     """Raise ``ConfigError`` if no devices of this kind can be shared as ``config`` wants, or if they cannot hold the model, where rows are
     ``lengths`` times as long."""
     check_sharing(config, Unit.cpu_slot if memory.is_one_machine else Unit.gpu)
-    if memory.parameters and memory.device_gb:
-        (_check_machine if memory.is_one_machine else _check_each_device)(memory, config, lengths)
+    if not (memory.parameters and memory.device_gb):
+        return
+    sizes = _sizes(memory, config)
+    if memory.is_one_machine:
+        _check_machine(memory, config, sizes)
+    else:
+        _check_engine(memory, config, sizes, lengths)
+        _check_training(memory, config, sizes)
 
 
 def running_requests(memory: Memory, config: Config, tokens_per_request: float) -> int:
     """Requests that an engine runs at a time: ``engine.max_num_seqs``, or as many of these as its KV cache holds."""
     if not (memory.kv_bytes_per_token and memory.parameters and memory.device_gb):
         return config.engine.max_num_seqs
-    devices = config.engine.tensor_parallel_size * config.engine.gpu_memory_utilization * memory.device_gb * 1e9
-    cache = devices - memory.parameters * _SERVED_BYTES[config.policy.dtype]
+    devices = config.engine.tensor_parallel_size * config.engine.gpu_memory_utilization * memory.device_gb
+    cache = 1e9 * (devices - _sizes(memory, config).served)
     return max(1, min(config.engine.max_num_seqs, int(cache / memory.kv_bytes_per_token / tokens_per_request)))
 
 
-def _check_each_device(memory: Memory, config: Config, lengths: float) -> None:
-    device, engine = memory.device_gb, config.engine
-    sharded, unsharded = (memory.parameters * num / 1e9 for num in _training_bytes(config))
-    served = memory.parameters * _SERVED_BYTES[config.policy.dtype] / 1e9
-    num_workers = config.training.num_workers
-    of_training = sharded / num_workers + unsharded
-    if any({"policy", "generate"} <= set(stages) for stages in sharing_stages(config)):
-        needed = of_training + served / engine.tensor_parallel_size
-        if needed > device:
-            raise ConfigError(
-                f"policy and generate must not share devices (placement.groups): they take {needed:.0f} GB of each, and it has "
-                f"{device:.3g} GB"
-            )
-    cache = memory.kv_bytes_per_token * memory.longest_tokens * lengths / 1e9
+def _check_engine(memory: Memory, config: Config, sizes: _Sizes, lengths: float) -> None:
+    engine, cache = config.engine, memory.kv_bytes_per_token * memory.longest_tokens * lengths / 1e9
     longest = f" and the KV cache of the longest sample ({cache:.3g} GB)" if cache else ""
-    most = engine.gpu_memory_utilization * device
-    if served + cache > most * engine.tensor_parallel_size:
+    needed, most = sizes.served + cache, engine.gpu_memory_utilization * memory.device_gb
+    if needed > most * engine.tensor_parallel_size:
         raise ConfigError(
-            f"engine.tensor_parallel_size must be >= {-(-(served + cache) // most):.0f}, got {engine.tensor_parallel_size}: the weights in "
-            f"an engine{longest} take {served + cache:.0f} GB, and a device has {most:.3g} GB for them"
+            f"engine.tensor_parallel_size must be >= {-(-needed // most):.0f}, got {engine.tensor_parallel_size}: the weights in "
+            f"an engine{longest} take {needed:.0f} GB, and a device has {most:.3g} GB for them"
         )
-    if unsharded >= device:
+
+
+def _check_training(memory: Memory, config: Config, sizes: _Sizes) -> None:
+    device, training = memory.device_gb, config.training
+    if sizes.unsharded >= device:
         raise ConfigError(
-            f"training.deepspeed.zero_stage must be 3, got {config.training.deepspeed.zero_stage}: every worker holds {unsharded:.0f} GB "
+            f"training.deepspeed.zero_stage must be 3, got {training.deepspeed.zero_stage}: every worker holds {sizes.unsharded:.0f} GB "
             f"that lower stages do not shard, and a device has {device:.3g} GB"
         )
-    if of_training > device:
+    of_worker = sizes.sharded / training.num_workers + sizes.unsharded
+    if of_worker > device:
         raise ConfigError(
-            f"training.num_workers must be >= {-(-sharded // (device - unsharded)):.0f}, got {num_workers}: weights, gradients and Adam's "
-            f"state take {sharded + num_workers * unsharded:.0f} GB, and a device has {device:.3g} GB for them"
+            f"training.num_workers must be >= {-(-sizes.sharded // (device - sizes.unsharded)):.0f}, got {training.num_workers}: weights, "
+            f"gradients and Adam's state take {training.num_workers * of_worker:.0f} GB, and a device has {device:.3g} GB for them"
+        )
+    of_both = of_worker + sizes.served / config.engine.tensor_parallel_size
+    if of_both > device and any({"policy", "generate"} <= set(stages) for stages in sharing_stages(config)):
+        raise ConfigError(
+            f"policy and generate must not share devices (placement.groups): they take {of_both:.0f} GB of each, and it has "
+            f"{device:.3g} GB"
         )
 
 
-def _check_machine(memory: Memory, config: Config, lengths: float) -> None:
-    sharded, unsharded = (memory.parameters * num / 1e9 for num in _training_bytes(config))
-    num_engines, served = config.engine.num_engines, memory.parameters * _SERVED_BYTES[config.policy.dtype] / 1e9
-    training = sharded + config.training.num_workers * unsharded
-    if training + num_engines * served > memory.device_gb:
+def _check_machine(memory: Memory, config: Config, sizes: _Sizes) -> None:
+    num_engines, training = config.engine.num_engines, sizes.sharded + config.training.num_workers * sizes.unsharded
+    if training + num_engines * sizes.served > memory.device_gb:
         raise ConfigError(
-            f"engine.num_engines must be <= {max(0, memory.device_gb - training) // served:.0f}, got {num_engines}: training takes "
-            f"{training:.3g} GB and the weights in each engine {served:.3g} GB, and the machine has {memory.device_gb:.3g} GB"
+            f"engine.num_engines must be <= {max(0, memory.device_gb - training) // sizes.served:.0f}, got {num_engines}: training takes "
+            f"{training:.3g} GB and the weights in each engine {sizes.served:.3g} GB, and the machine has {memory.device_gb:.3g} GB"
         )
 
 
-def _training_bytes(config: Config) -> tuple[int, int]:
-    """Per parameter: what the workers share between them, and what each of them holds. What is kept in the host's memory does not count."""
-    training = config.training
+def _sizes(memory: Memory, config: Config) -> _Sizes:
+    training, served = config.training, _SERVED_BYTES[config.policy.dtype]
     is_deepspeed = training.backend is TrainingBackendName.deepspeed
     if config.policy.lora.is_on:
-        return _SERVED_BYTES[config.policy.dtype], 0  # at least: adapters are small
-    if training.cpu_offload or (is_deepspeed and training.deepspeed.offload_optimizer):
-        return 0, 0
-    unsharded = _UNSHARDED[training.deepspeed.zero_stage] if is_deepspeed else 0
-    return _WEIGHTS + _GRADIENTS + _ADAM - unsharded, unsharded
+        sharded, unsharded = served, 0  # at least: adapters are small
+    elif training.cpu_offload or (is_deepspeed and training.deepspeed.offload_optimizer):
+        sharded, unsharded = 0, 0
+    else:
+        unsharded = _UNSHARDED[training.deepspeed.zero_stage] if is_deepspeed else 0
+        sharded = _WEIGHTS + _GRADIENTS + _ADAM - unsharded
+    return _Sizes(*(memory.parameters * num / 1e9 for num in (served, sharded, unsharded)))

@@ -333,7 +333,8 @@ async def test_an_answer_that_cannot_be_continued_passes_whole_through_aborting_
         assert completion.finish_reason is alone.finish_reason
         assert_close(completion.logprobs, alone.logprobs)
         assert list(completion.versions) == sorted(completion.versions)
-        first = min(completion.versions)  # its grammar may have taken until after a publish
+        # A grammar may have taken until after a publish.
+        first = min(completion.versions) if kind == "json_schema" else 0
         assert first < NUM_PUBLISHES and set(completion.versions) == set(range(first, NUM_PUBLISHES + 1))
         assert completion.num_aborts == 0
     if kind == "json_schema":

@@ -606,12 +606,12 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("parameters: 70e9\n", r"tensor_parallel_size must be >= 3, got 1: the weights in an engine take 140 GB"),
+        ("parameters: 70e9\n", r"^tensor_parallel_size must be >= 3, got 1: the weights in an engine take 140 GB"),
         (
             "parameters: 10e9\nlengths: {max_tokens: 99500}\nengine: {kv_bytes_per_token: 1e6}\n",
             r"must be >= 2, got 1: the weights in an engine and the KV cache of the longest sample \(100 GB\) take 120 GB",
         ),
-        ("parameters: 30e9\n", r"num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
+        ("parameters: 30e9\n", r"^num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
         ("num_engine: 4\n", r"describes no cluster: num_engine: .*; did you mean num_engines\?"),
         (
             "training: {step_seconds: soon}\n",
@@ -623,11 +623,11 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
         ("\udcff", "describes no cluster: 'utf-8' codec"),
         (
             "shares_devices: true\nparameters: 20e9\n",
-            r"must not share devices \(placement.groups\): they take 120 GB of each, and it has 80 GB",
+            r"must not share devices \(shares_devices\): they take 120 GB of each, and it has 80 GB",
         ),
         (
             "shares_devices: true\nnum_workers: 8\n",
-            r"num_engines must be 8 for the 8 GPUs of \[policy,generate\], .*, got 4",
+            r"^num_engines must be 8 for the 8 GPUs of \[policy,generate\], .*, got 4",
         ),
         (
             "lengths: {mean_tokens: 100, max_tokens: 10}\n",
