@@ -44,6 +44,7 @@ _KEYS = {
     "staleness": ("trainer.max_staleness_steps", int),
     "policy": ("trainer.staleness_policy", str),
     "mini_batch": ("trainer.policy_mini_batch_size", int),
+    "generation_workers": ("trainer.num_parallel_generation_workers", int),
 }
 """Option -> key of the configuration, and its type."""
 _SPLIT = ("engine.num_engines", "training.num_workers")

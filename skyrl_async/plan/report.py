@@ -60,6 +60,7 @@ SHORT = {
     "trainer.max_staleness_steps": "S",
     "trainer.staleness_policy": "policy",
     "trainer.policy_mini_batch_size": "mini-batch",
+    "trainer.num_parallel_generation_workers": "generation workers",
 }
 _POLICY = "trainer.staleness_policy"
 _COMPARED = [key for key in SHORT if key != "trainer.max_staleness_steps"]

@@ -653,6 +653,17 @@ def test_a_what_if_may_make_no_mistake_that_the_run_has_not(run: Measured) -> No
     check(of_the_run, WhatIf(keys={"trainer.max_staleness_steps": 3}))
 
 
+def test_a_run_with_generation_workers_of_its_own_can_be_asked_about_another_mini_batch(run: Measured) -> None:
+    fixed = replace(run, config=changed(run.config, {"trainer.num_parallel_generation_workers": 4}))
+    mini_batch = {"trainer.policy_mini_batch_size": 32}
+    with pytest.raises(
+        ConfigError,
+        match=r"mini-batch 32: trainer.num_parallel_generation_workers must be between .*\(32\) and .*, got 4",
+    ):
+        check(fixed, WhatIf(keys=mini_batch))
+    check(fixed, WhatIf(keys={**mini_batch, "trainer.num_parallel_generation_workers": 32}))
+
+
 def test_an_engine_runs_no_more_requests_than_its_kv_cache_holds(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         "parameters: 1e9\ndevice_gb: 10\nengine: {kv_bytes_per_token: 1e6}\n"
