@@ -251,7 +251,7 @@ async def real(
         config = from_overrides(
             "policy=hf",
             f"policy.path={work}/policy",
-            "policy.dtype=float32",  # bfloat16 takes minutes per round on CPUs without instructions for it
+            "policy.dtype=float32",  # bfloat16 takes several times as long on CPUs without instructions for it
             "engine.num_engines=2",
             f"engine.max_model_len={LONG_CONTEXT}",
             "engine.heartbeat_interval_s=60",
