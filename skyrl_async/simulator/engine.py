@@ -1,9 +1,6 @@
 """A modelled engine: it takes virtual time and keeps every promise of the ``InferenceEngine`` seam, without a model.
 
-What it samples is arbitrary; when, how many tokens and under which version is exact to the token. Requests share the engine's speed:
-each runs at ``speed / (1 + n / k)`` while n run, with one timer for all of them. All running requests progress equally fast, so one number,
-the tokens of a request running from the start (``progress``), tells where each of them stands. The prefill of a request holds up all of
-them, but for a token per chunk of it, as in an engine whose scheduler puts chunks of prompts beside the tokens of running requests.
+What it samples is arbitrary; when, how many tokens and under which version is exact to the token.
 """
 
 import asyncio
@@ -22,10 +19,8 @@ from skyrl_async.errors import PublishError
 from skyrl_async.inference.prefix_index import PrefixIndex, prefixes_of
 from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, SharedMachine, computing
+from skyrl_async.simulator.shared_speed import ROUNDING, Call, SharedSpeed
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, WeightUpdate
-
-_ROUNDING = 1e-6
-"""Tokens by which sums of floats may be off."""
 
 
 @cache
@@ -33,206 +28,6 @@ def _sampled_columns(num_tokens: int) -> tuple[TokenIds, Logprobs]:
     """Token ids of ``num_tokens`` tokens and 100 more, and as many log-probs, of which all outputs are parts."""
     tokens: TokenIds = np.arange(num_tokens + 100, dtype=np.int32) % 100
     return token_ids(tokens), repeated(-1.0, len(tokens))
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One engine call."""
-
-    request: EngineRequest
-    num_tokens: int
-    """To be sampled in this call, unless it is aborted."""
-    end: FinishReason
-    """Why it ends, unless it is aborted."""
-    started: float = math.inf
-    """Progress of the engine when the call began to run, had it run until now without an abort; infinite while it waits."""
-    awaited: int = 0
-    """Tokens of the call at which ``woken`` is due."""
-    num_taken: int = 0
-    """Handed out."""
-    is_aborted: bool = False
-    num_held: int = 0
-    """Tokens of the prompt, for which the engine must have room."""
-    kept: VersionSpans = field(default_factory=VersionSpans)
-    """Versions of the tokens before the last abort after which the engine continues by itself."""
-    num_aborts: int = 0
-    """How many such aborts there were."""
-    woken: asyncio.Future[None] | None = None
-    """Pending while the call waits for tokens."""
-
-    def wake(self) -> None:
-        """End its wait."""
-        if self.woken is not None and not self.woken.done():
-            self.woken.set_result(None)
-
-
-class _SharedSpeed:
-    """What the calls of an engine run on.
-
-    Args:
-        name: of the engine.
-        tokens_per_second: of a call alone in it.
-        half_speed_calls: calls at which each runs at half of that.
-        prefilling_tokens_per_second: of a call during prefills.
-        machine: where others compute too.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        tokens_per_second: float,
-        half_speed_calls: float,
-        prefilling_tokens_per_second: float,
-        machine: SharedMachine | None,
-    ) -> None:
-        self._name = name
-        self._tokens_per_second = tokens_per_second
-        self._half_speed_calls = half_speed_calls
-        self._prefilling_tokens_per_second = prefilling_tokens_per_second
-        self._machine = machine
-        if machine is not None:
-            machine.listen(self._machine_changes)
-        self.num_running = 0
-        self.request_seconds = self.idle_seconds = 0.0
-        self._prefill_left = 0.0
-        """Seconds of prefill that are due before a call progresses, on a machine with nothing else to do."""
-        self._goals: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
-        self._progress = 0.0
-        self._moved_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timed = (0.0, 0.0, 0.0)
-        """(goal, rate, end of the prefill) for which the timer is set; a rate of 0 needs none."""
-        self.is_paused = False
-
-    @property
-    def progress(self) -> float:
-        """Tokens that a call running from the start would have."""
-        self._advance()
-        return self._progress
-
-    def tokens_of(self, call: _Call) -> int:
-        """Whole tokens that the call has got so far."""
-        if call.started == math.inf:
-            return len(call.kept)
-        return max(len(call.kept), math.floor(self.progress - call.started + _ROUNDING))
-
-    def begin(self, call: _Call, prefill_seconds: float) -> None:
-        """The call runs from now on, after its prefill."""
-        self._advance()
-        self.num_running += 1
-        self._prefill_left += prefill_seconds
-        # Where the engine is when the call's prompt is computed, less what the call had before.
-        call.started = self._progress + self._prefill_left * self._prefilling_tokens_per_second - len(call.kept)
-        self._note_computing()
-        if call.woken is not None:  # else it is about to wait, or to end, which sets the timer
-            heapq.heappush(self._goals, (call.started + call.awaited, next(self._numbers), call.woken))
-            self.set_timer()
-
-    def restart_prefill(self, seconds: float) -> None:
-        """No call progresses for so long; what was left of earlier prefills is void."""
-        self._advance()
-        self._prefill_left = seconds
-        self.set_timer()
-
-    def stop_all(self) -> None:
-        """No call runs any more, though some still wait for tokens."""
-        self._advance()
-        self.num_running, self._prefill_left = 0, 0.0
-        self._goals.clear()
-        self._note_computing()
-        self.set_timer()
-
-    def end(self) -> None:
-        """A call that ran has ended."""
-        self._advance()
-        self.num_running -= 1
-        self._note_computing()
-        self.set_timer()
-
-    def set_paused(self, is_paused: bool) -> None:
-        """No call progresses while paused."""
-        self._advance()
-        self.is_paused = is_paused
-        self._note_computing()
-        self.set_timer()
-
-    async def wait_for(self, call: _Call, num_tokens: int) -> None:
-        """Return when the call has got ``num_tokens`` in all, or is woken."""
-        call.woken, call.awaited = asyncio.get_running_loop().create_future(), num_tokens
-        if call.started < math.inf:
-            heapq.heappush(self._goals, (call.started + num_tokens, next(self._numbers), call.woken))
-            self.set_timer()
-        await call.woken
-
-    def _rate(self) -> float:
-        """Tokens per second of each running call, outside prefills."""
-        if self.is_paused:
-            return 0.0
-        return self._tokens_per_second / (1 + self.num_running / self._half_speed_calls) / self._slowdown
-
-    @property
-    def _prefilling_rate(self) -> float:
-        return self._prefilling_tokens_per_second / self._slowdown
-
-    @property
-    def _slowdown(self) -> float:
-        """Seconds of a computation over its seconds alone, see ``SharedMachine``; 1 on a machine of its own."""
-        return 1.0 if self._machine is None else self._machine.slowdown
-
-    def _advance(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self.request_seconds += (now - self._moved_at) * self.num_running
-        if not self.num_running:
-            self.idle_seconds += now - self._moved_at
-        if not self.is_paused:
-            prefilling = min(now - self._moved_at, self._prefill_left * self._slowdown)
-            self._prefill_left = max(0.0, self._prefill_left - prefilling / self._slowdown)
-            self._progress += prefilling * self._prefilling_rate
-            self._progress += (now - self._moved_at - prefilling) * self._rate()
-        self._moved_at = now
-
-    def _note_computing(self) -> None:
-        """The engine may have begun or ended to compute."""
-        if self._machine is not None:
-            is_computing = self.num_running > 0 and not self.is_paused
-            self._machine.set_computing(self._name, is_computing, ENGINE_CORES)
-
-    def _machine_changes(self) -> None:
-        self._advance()
-        self.set_timer()
-
-    def set_timer(self) -> None:
-        """For the next call that has got what it waits for."""
-        while self._goals and self._goals[0][2].done():
-            heapq.heappop(self._goals)
-        prefilling = self._prefill_left * self._slowdown
-        begin = self._moved_at + prefilling if prefilling else 0.0
-        timed = (self._goals[0][0], self._rate(), begin) if self._goals else (0.0, 0.0, 0.0)
-        if timed == self._timed:
-            return
-        goal, rate, _ = self._timed = timed
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if rate:
-            left, while_prefilling = max(0.0, goal - self._progress), prefilling * self._prefilling_rate
-            is_soon = left < while_prefilling
-            seconds = left / self._prefilling_rate if is_soon else prefilling + (left - while_prefilling) / rate
-            self._timer = asyncio.get_running_loop().call_at(self._moved_at + seconds, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timed = (0.0, 0.0, 0.0)
-        self._timer = None
-        self._advance()
-        has_woken = False
-        while self._goals and self._goals[0][0] <= self._progress + _ROUNDING:
-            woken = heapq.heappop(self._goals)[2]
-            if not woken.done():
-                woken.set_result(None)
-                has_woken = True
-        if not has_woken:  # else what was woken sets it, at once
-            self.set_timer()
 
 
 @dataclass(eq=False)
@@ -282,7 +77,7 @@ class ModelledEngine:
 
     def __post_init__(self) -> None:
         self.max_model_len = 1 << 30
-        self._shared = _SharedSpeed(
+        self._shared = SharedSpeed(
             self.name,
             self.tokens_per_second,
             self.half_speed_requests,
@@ -291,8 +86,8 @@ class ModelledEngine:
             else self.prefill_tokens_per_second / self.prefill_chunk_tokens,
             self.machine,
         )
-        self._calls: dict[_Call, None] = {}
-        self._waiting: list[tuple[int, int, _Call]] = []
+        self._calls: dict[Call, None] = {}
+        self._waiting: list[tuple[int, int, Call]] = []
         """Heap of (priority, number of the call, call), some of which may have ended."""
         self._numbers = itertools.count()
         self._cache = PrefixIndex() if self.cache_tokens is None else PrefixIndex(self.cache_tokens)
@@ -439,27 +234,27 @@ class ModelledEngine:
         self._waiting = sorted((call.request.priority, next(self._numbers), call) for call in left)
         self._run_waiting()
 
-    def _abort(self, calls: Collection[_Call]) -> None:
+    def _abort(self, calls: Collection[Call]) -> None:
         for call in calls:
             call.is_aborted = True
             call.wake()
         if all(call.is_aborted for call in self._calls):
             self._shared.restart_prefill(0.0)
 
-    def _begin(self, request: EngineRequest) -> _Call:
+    def _begin(self, request: EngineRequest) -> Call:
         self._cut_off.check()
         num_prompt_tokens = len(request.prompt_token_ids) - request.num_sampled_tokens
         prompt = tuple(request.prompt_token_ids[max(0, num_prompt_tokens - 64) : num_prompt_tokens].tolist())
         num_left = self.num_tokens_of(prompt, request.sampling.seed) - request.num_sampled_tokens
         longest = request.sampling.max_tokens
         end = FinishReason.STOP if num_left <= longest else FinishReason.LENGTH
-        call = _Call(request, min(num_left, longest), end, num_held=len(request.prompt_token_ids))
+        call = Call(request, min(num_left, longest), end, num_held=len(request.prompt_token_ids))
         self._calls[call] = None
         heapq.heappush(self._waiting, (request.priority, next(self._numbers), call))
         self._run_waiting()
         return call
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: Call) -> None:
         self.num_sampled_tokens += self._num_sampled(call)
         del self._calls[call]
         if call.started < math.inf:
@@ -481,7 +276,7 @@ class ModelledEngine:
             self._num_held += call.num_held
             self._shared.begin(call, self.prefill_seconds + self._prefill(call))
 
-    def _prefill(self, call: _Call) -> float:
+    def _prefill(self, call: Call) -> float:
         """Seconds to compute what is not cached of a call's prompt, which is cached from then on."""
         if self.prefill_tokens_per_second == math.inf:
             return 0.0
@@ -495,7 +290,7 @@ class ModelledEngine:
         self._num_cached_tokens += num_cached
         return (num_tokens - num_cached) / self.prefill_tokens_per_second
 
-    async def _sampled(self, call: _Call, num_tokens: int) -> EngineOutput:
+    async def _sampled(self, call: Call, num_tokens: int) -> EngineOutput:
         """Tokens up to the ``num_tokens``-th of the call, from where it was last asked; fewer where it is aborted."""
         self._cut_off.check()
         if not call.is_aborted:
@@ -508,17 +303,17 @@ class ModelledEngine:
         is_over = end >= call.num_tokens
         return self._output(call, start, end, call.end if is_over else FinishReason.ABORT if call.is_aborted else None)
 
-    def _partial_output(self, call: _Call) -> EngineOutput:
+    def _partial_output(self, call: Call) -> EngineOutput:
         num = self._num_sampled(call)
         return self._output(call, 0, num, call.end if num == call.num_tokens else None)
 
-    def _num_sampled(self, call: _Call) -> int:
+    def _num_sampled(self, call: Call) -> int:
         """Tokens of the call so far."""
         if call.num_taken == call.num_tokens:
             return call.num_taken
         return max(call.num_taken, min(call.num_tokens, self._shared.tokens_of(call)))
 
-    def _output(self, call: _Call, start: int, end: int, finish_reason: FinishReason | None) -> EngineOutput:
+    def _output(self, call: Call, start: int, end: int, finish_reason: FinishReason | None) -> EngineOutput:
         """Tokens ``start`` to ``end`` of a call."""
         tokens, logprobs = self._tokens(call, start, end)
         return EngineOutput(
@@ -529,12 +324,12 @@ class ModelledEngine:
             num_aborts=0 if finish_reason is None else call.num_aborts,
         )
 
-    def _tokens(self, call: _Call, start: int, end: int) -> tuple[TokenIds, Logprobs]:
+    def _tokens(self, call: Call, start: int, end: int) -> tuple[TokenIds, Logprobs]:
         first, num_tokens = (call.request.num_sampled_tokens + start) % 100, end - start
         tokens, logprobs = _sampled_columns(1 << num_tokens.bit_length())
         return tokens[first : first + num_tokens], logprobs[:num_tokens]
 
-    def _versions(self, call: _Call, start: int, end: int) -> VersionSpans:
+    def _versions(self, call: Call, start: int, end: int) -> VersionSpans:
         """Return the version served when each of the tokens ``start`` to ``end`` was complete."""
         num_kept = len(call.kept)
         if start < num_kept:
@@ -546,7 +341,7 @@ class ModelledEngine:
         index = bisect_right(self._served, call.started + start, key=lambda served: served[0]) - 1
         while start < end:
             is_last = index + 1 == len(self._served)
-            until = end if is_last else min(end, int(self._served[index + 1][0] - call.started + 1e-6))
+            until = end if is_last else min(end, int(self._served[index + 1][0] - call.started + ROUNDING))
             parts.append(VersionSpans.constant(self._served[index][1], max(0, until - start)))
             start = max(start, until)
             index += 1
