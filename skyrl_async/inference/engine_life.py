@@ -1,7 +1,7 @@
 """The life of one engine in a fleet: a state machine without I/O and without a clock.
 
 starting ──> serving ──> dead ──> restarting ──> serving
-   └─────────────────────┘ └──restarts used up──> given_up
+   └─────────────────────┘ └──restarts used up──> given_up            any of these ──> leaving
 """
 
 from enum import Enum
@@ -10,6 +10,7 @@ from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import StateError
 
 _MAX_BACKOFF_S = 60.0
+_MAX_DOUBLINGS = 64
 
 
 class EngineState(Enum):
@@ -23,6 +24,8 @@ class EngineState(Enum):
     """Another engine boots in its place; takes no requests."""
     given_up = "given_up"
     """Dead for good."""
+    leaving = "leaving"
+    """Is removed: takes no requests, and has those that cannot continue elsewhere."""
 
 
 class EngineLife:
@@ -50,7 +53,7 @@ class EngineLife:
 
     def die(self) -> None:
         """The engine is dead."""
-        self._move(set(EngineState) - {EngineState.dead, EngineState.given_up}, EngineState.dead)
+        self._move({EngineState.starting, EngineState.serving, EngineState.restarting}, EngineState.dead)
         self._num_deaths_in_a_row += 1
 
     def restart(self) -> float | None:
@@ -62,11 +65,16 @@ class EngineLife:
         self._move({EngineState.dead, EngineState.restarting}, EngineState.restarting)
         self._num_deaths_in_a_row += is_again
         self.num_restarts += 1
-        return float(min(self._config.restart_backoff_s * 2 ** (self._num_deaths_in_a_row - 1), _MAX_BACKOFF_S))
+        num_doublings = min(self._num_deaths_in_a_row - 1, _MAX_DOUBLINGS)
+        return float(min(self._config.restart_backoff_s * 2**num_doublings, _MAX_BACKOFF_S))
 
     def serve(self) -> None:
         """The engine takes requests from now on."""
         self._move({EngineState.starting, EngineState.restarting}, EngineState.serving)
+
+    def leave(self) -> None:
+        """The engine is removed."""
+        self._move(set(EngineState) - {EngineState.leaving}, EngineState.leaving)
 
     def _move(self, allowed: set[EngineState], to: EngineState) -> None:
         if self.state not in allowed:

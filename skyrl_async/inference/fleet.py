@@ -26,7 +26,7 @@ from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.logs import SHOWN
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.heartbeat import Heartbeat, until_silent
-from skyrl_async.runtime.tasks import task_group
+from skyrl_async.runtime.tasks import run_together, task_group
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,9 @@ class Fleet:
     """By place, which has the name of its first engine. Given for engines that were restarted before they served."""
     _members: list[_Member] = field(default_factory=list, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _num_restarts: int = field(default=0, init=False)
+    _num_missed: int = field(default=0, init=False)
+    """Of the places that are no more."""
 
     def __post_init__(self) -> None:
         self._outage = Outage(self.client.pool, self.config.no_engine_timeout_s, self.say)
@@ -192,7 +195,7 @@ class Fleet:
 
         Raises ``EngineStartError``, ``PublishError`` and ``EngineDeadError``; the place is free then.
         """
-        place = next(name for i in itertools.count() if not self._may_serve(name := f"engine-{i}"))
+        place = next(name for i in itertools.count() if self._is_free(name := f"engine-{i}"))
         for member in [member for member in self._members if member.place == place]:
             self._forget(member)
         self.lives[place] = EngineLife(self.config)
@@ -200,32 +203,40 @@ class Fleet:
             await self._admit(await self.start(place))
         except BaseException as error:
             del self.lives[place]
-            self._end_wait_if_none_may_serve(str(error))
+            self._end_wait_if_none_may_serve(f"the one that was added does not serve: {error}")
             raise
         return place
 
     async def remove_engine(self, name: str) -> None:
-        """Continue an engine's requests elsewhere, close it and free its place.
+        """Continue an engine's requests elsewhere, close it and free its place, also where this is cancelled.
 
         Args:
             name: the engine's, or its place's, also if that was given up or its next engine is starting.
 
-        Raises ``InferenceError`` for an unknown name, and for the only engine that serves or may serve.
+        Raises ``InferenceError`` for an unknown name, one that is being added or removed, and the only engine that serves or may serve.
         """
         member = next((member for member in self._members if name in (member.place, member.engine.name)), None)
+        if member is None and name in self.lives:
+            raise InferenceError(f"{name} is starting; remove it once it serves")
         if member is None:
             raise InferenceError(f"there is no engine {name!r} to remove; there are {', '.join(self.lives) or 'none'}")
-        if self._may_serve(member.place):
-            if not any(self._may_serve(place) for place in self.lives if place != member.place):
-                raise InferenceError(f"{name} is the only engine; add another one before it is removed")
-            if member.engine not in self.client.engines:
+        if member.life.state is EngineState.leaving:
+            raise InferenceError(f"{name} is being removed already")
+        others_may_serve = any(self._may_serve(place) for place in self.lives if place != member.place)
+        if self._may_serve(member.place) and not others_may_serve:
+            raise InferenceError(f"{name} is the only engine; add another one before it is removed")
+        is_serving = member.engine in self.client.engines
+        member.life.leave()
+        try:
+            if is_serving:
+                await self.client.remove_engine(member.engine.name)
+                self.trace.moment("removal", f"engines/{member.engine.name}")
+            else:
                 member.task.cancel()
                 await asyncio.wait([member.task])
-        if member.engine in self.client.engines:
-            await self.client.remove_engine(member.engine.name)
-            self.trace.moment("removal", f"engines/{member.engine.name}")
-        await member.engine.close()
-        self._forget(member)
+        finally:
+            await member.engine.close()
+            self._forget(member)
 
     def states(self) -> dict[str, EngineState]:
         """The state of every place."""
@@ -248,8 +259,8 @@ class Fleet:
         """Values by metric name."""
         return {
             "engines/serving": float(len(self.client.engines)),
-            "engines/restarts": float(sum(life.num_restarts for life in self.lives.values())),
-            "engines/heartbeats_missed": float(sum(life.num_missed for life in self.lives.values())),
+            "engines/restarts": float(self._num_restarts + sum(life.num_restarts for life in self.lives.values())),
+            "engines/heartbeats_missed": float(self._num_missed + sum(life.num_missed for life in self.lives.values())),
             **self.client.pool.load_statistics(),
         }
 
@@ -267,8 +278,8 @@ class Fleet:
         """End an engine's supervision, and tell front ends before its requests are evicted."""
         self._member_of(name).report_death(None)
         self._outage.update()
-        for front_end in self._notifiers:
-            await front_end.notify(self.client.pool)
+        notices = {f"front-end-{i}-notice": it.notify(self.client.pool) for i, it in enumerate(self._notifiers)}
+        await run_together(notices)
 
     def engine_died(self, name: str, reason: str) -> None:
         """Replace an engine that the pool has dropped."""
@@ -300,7 +311,8 @@ class Fleet:
                 is_back = await self._restart(member, reason)
             if not is_back:
                 return
-        self._forget(member)
+        if member.life.state is not EngineState.leaving:  # else ``remove_engine`` does, once the engine is empty
+            self._forget(member)
 
     async def _death_of(self, member: _Member) -> str | None:
         """Wait until the engine serves no more, and return why; None: it was removed."""
@@ -334,32 +346,36 @@ class Fleet:
             try:
                 member.replace_engine(await self.start(name))
                 await self._admit(member.engine)
-            except (InferenceError, PublishError) as error:
-                reason = str(error)
-                logger.error("%s does not serve: %s", name, reason)
+            except Exception as error:  # a full disk, say, or Ray's: others may serve, and the run goes on with them
+                is_known = isinstance(error, InferenceError | PublishError)
+                reason = str(error) if is_known else repr(error)
+                logger.error("%s does not serve: %s", name, reason, exc_info=not is_known)
             else:
                 return True
         max_restarts = self.config.max_restarts
         logger.error("%s stays dead: engine.max_restarts=%d are used up (%s)", member.place, max_restarts, reason)
-        self._end_wait_if_none_may_serve(reason)
+        self._end_wait_if_none_may_serve(f"engine.max_restarts={max_restarts} are used up; the last failure: {reason}")
         return False
 
-    def _end_wait_if_none_may_serve(self, reason: str) -> None:
+    def _end_wait_if_none_may_serve(self, why: str) -> None:
         if not any(self._may_serve(place) for place in self.lives):
-            self.client.pool.give_up(
-                f"no inference engine is left, and engine.max_restarts={self.config.max_restarts} are used up; the last failure: "
-                f"{reason}"
-            )
+            self.client.pool.give_up(f"no inference engine is left, and {why}")
 
     def _may_serve(self, place: str) -> bool:
         """Whether an engine serves in the place or is starting there."""
-        return place in self.lives and self.lives[place].state is not EngineState.given_up
+        return self.lives[place].state not in (EngineState.given_up, EngineState.leaving)
+
+    def _is_free(self, place: str) -> bool:
+        """Whether another engine may have the place."""
+        return place not in self.lives or self.lives[place].state is EngineState.given_up
 
     def _forget(self, member: _Member) -> None:
         """Free the member's place. Idempotent."""
         if member in self._members:
             self._members.remove(member)
-            del self.lives[member.place]
+            life = self.lives.pop(member.place)
+            self._num_restarts += life.num_restarts
+            self._num_missed += life.num_missed
 
     async def _admit(self, engine: InferenceEngine) -> None:
         try:

@@ -471,6 +471,89 @@ def test_a_place_is_removed_by_its_name_or_its_engine_s_also_while_another_engin
     run_in_virtual_time(main())
 
 
+def test_of_all_engines_that_are_removed_at_once_one_stays() -> None:
+    async def main() -> None:
+        setting = Setting(replace(RUN, num_engines=3))
+
+        async def change() -> None:
+            await setting.at(10.0, setting["engine-2"].kill)
+            await asyncio.sleep(BOOT_SECONDS / 2)
+            removals = (setting.fleet.remove_engine(f"engine-{i}") for i in range(3))
+            last = (await asyncio.gather(*removals, return_exceptions=True))[2]
+            assert str(last) == "engine-2 is the only engine; add another one before it is removed"
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+        assert setting.serving == ["engine-2.1"]
+        assert setting.fleet.statistics()["engines/restarts"] == 1
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_place_is_free_again_when_the_engine_that_leaves_it_is_closed(is_cancelled: bool) -> None:
+    async def main() -> None:
+        setting = Setting()
+        fleet = setting.fleet
+
+        async def change() -> None:
+            await setting.at(10.0, setting["engine-1"].freeze)
+            removing = asyncio.create_task(fleet.remove_engine("engine-1"))  # what it has does not come back for a minute
+            await asyncio.sleep(1.0)
+            assert fleet.states() == {"engine-0": EngineState.serving, "engine-1": EngineState.leaving}
+            with pytest.raises(InferenceError, match="engine-1 is being removed already"):
+                await fleet.remove_engine("engine-1")
+            with pytest.raises(InferenceError, match="engine-0 is the only engine"):
+                await fleet.remove_engine("engine-0")
+            adding = asyncio.create_task(fleet.add_engine())
+            await asyncio.sleep(1.0)
+            with pytest.raises(InferenceError, match="engine-2 is starting; remove it once it serves"):
+                await fleet.remove_engine("engine-2")
+            assert await adding == "engine-2"
+            if is_cancelled:
+                removing.cancel()
+            await asyncio.wait([removing])
+            assert setting["engine-1"].is_dead and set(fleet.states()) == {"engine-0", "engine-2"}
+            assert await fleet.add_engine() == "engine-1"
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+
+    run_in_virtual_time(main())
+
+
+def test_a_restart_that_fails_in_an_unexpected_way_is_tried_again_and_counted_after_its_place_is_gone() -> None:
+    async def main() -> None:
+        setting = Setting()
+        good = setting.make
+
+        def fails(name: str) -> FaultyEngine:
+            setting.make = good
+            raise OSError("no space left on device")
+
+        async def change() -> None:
+            setting.make = fails
+            await setting.at(10.0, setting["engine-0"].kill)
+            await asyncio.sleep(3 * BOOT_SECONDS)
+            assert setting.serving == ["engine-1", "engine-0.2"]
+            before = setting.fleet.statistics()
+            await setting.fleet.remove_engine("engine-0")
+            after = setting.fleet.statistics()
+            assert before["engines/restarts"] == after["engines/restarts"] == 2
+            assert before["engines/heartbeats_missed"] == after["engines/heartbeats_missed"]
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+
+    run_in_virtual_time(main())
+
+
+def test_restarts_wait_a_minute_at_most_however_many_there_were() -> None:
+    life = EngineLife(replace(ENGINES, max_restarts=2_000))
+    life.die()
+    assert max(life.restart() or 0.0 for _ in range(2_000)) == 60.0
+
+
 def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waiting() -> None:
     async def main() -> None:
         setting = Setting(RUN, replace(ENGINES, max_restarts=0))
@@ -497,7 +580,7 @@ def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waitin
                 await adding
 
         with pytest.raises(
-            NoEngineError, match="no inference engine is left, .*; the last failure: engine-2 has no mem"
+            NoEngineError, match="no inference engine is left, and the one that was added does not serve: engine-2 has no mem"
         ):
             await setting.run(change())
         assert asyncio.get_running_loop().time() < ENGINES.no_engine_timeout_s
