@@ -66,14 +66,15 @@ async def _serve(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fleet: Fleet | None, describe: Describe
 ) -> None:
     """Answer one connection: a request, an answer. A failure is the caller's; the run goes on."""
+    line = b""
     try:
-        line = await reader.readline()
         try:
-            answer = await _answer(json.loads(line), fleet, describe)
+            line = await reader.readline()
+            answer = await _answer(_parsed(line), fleet, describe)
         except SkyRLAsyncError as error:
             answer = {"error": str(error)}
-        except (ValueError, TypeError, KeyError) as error:
-            answer = {"error": f"a request is a line of JSON with an action, got {line[:200]!r}: {error!r}"}
+        except ConnectionError:
+            raise
         except Exception as error:
             logger.exception("a request to the control socket failed: %r", line[:200])
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -85,20 +86,28 @@ async def _serve(
         writer.close()
 
 
-async def _answer(request: dict[str, Any], fleet: Fleet | None, describe: Describe) -> dict[str, Any]:
-    """Raises ``InferenceError``, ``PublishError`` and what reading a malformed request raises."""
+def _parsed(line: bytes) -> Any:
+    """Raises ``InferenceError`` for what is no JSON."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InferenceError(f"a request is a line of JSON with an action, got {line[:200]!r}: {error}") from error
+
+
+async def _answer(request: Any, fleet: Fleet | None, describe: Describe) -> dict[str, Any]:
+    """Raises ``InferenceError`` and ``PublishError``."""
     if fleet is None:
         raise InferenceError("engine=deterministic is in the trainer's process: there are no engines to list or change")
-    match request["action"]:
-        case "list":
+    match request:
+        case {"action": "list"}:
             pass
-        case "add":
+        case {"action": "add"}:
             name = await fleet.add_engine()
             logger.info("%s was added over the control socket", name)
-        case "remove":
-            await fleet.remove_engine(name := str(request["name"]))
+        case {"action": "remove", "name": str(name)}:
+            await fleet.remove_engine(name)
             logger.info("%s was removed over the control socket", name)
-        case unknown:
-            raise ValueError(f"unknown action {unknown!r}")
+        case _:
+            raise InferenceError(f"a request's action is list, add, or remove with a name, got {str(request)[:200]}")
     figures = describe()
     return {"engines": [row | figures.get(row["serving"] or "", {}) for row in fleet.rows()]}

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from skyrl_async.composition.control import CONTROL_FILE
 from skyrl_async.errors import ConfigError, InferenceError
 
@@ -41,7 +43,7 @@ def _sent(run_dir: Path, request: dict[str, Any]) -> socket.socket:
     path = run_dir / CONTROL_FILE
     try:
         place = json.loads(path.read_text())
-        host, pid, address = place["host"], place["pid"], place["socket"]
+        host, pid, address = place["host"], int(place["pid"]), place["socket"]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): it says where the trainer of {run_dir} listens") from error
     except OSError as error:
@@ -53,14 +55,15 @@ def _sent(run_dir: Path, request: dict[str, Any]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(address)
+        if request["action"] == "list":
+            connection.settimeout(_LIST_TIMEOUT_S)  # others boot or empty an engine first
+        connection.sendall(json.dumps(request).encode() + b"\n")
     except OSError as error:
         connection.close()
+        why = f"its socket {address} cannot be reached" if psutil.pid_exists(pid) else "it was killed"
         raise ConfigError(
-            f"nobody answers for {run_dir} ({error.strerror}): its trainer, process {pid}, was killed"
+            f"the trainer of {run_dir}, process {pid}, does not answer ({error.strerror}): {why}"
         ) from error
-    if request["action"] == "list":
-        connection.settimeout(_LIST_TIMEOUT_S)  # others boot or empty an engine first
-    connection.sendall(json.dumps(request).encode() + b"\n")
     return connection
 
 
@@ -71,6 +74,8 @@ def _answer(run_dir: Path, connection: socket.socket) -> list[dict[str, Any]]:
             line = answers.readline()
     except TimeoutError as error:
         raise InferenceError(f"the trainer of {run_dir} does not answer: it may stand still, see run.log") from error
+    except ConnectionError:
+        line = ""
     if not line:
         raise InferenceError(f"{run_dir} ended before it answered")
     answer = json.loads(line)
@@ -82,7 +87,7 @@ def _answer(run_dir: Path, connection: socket.socket) -> list[dict[str, Any]]:
 def _add(run_dir: Path, num_engines: int) -> bool:
     """Add engines side by side, and say of each when it serves or why it does not. Returns whether all serve."""
     started, num_added = time.monotonic(), 0
-    known = {engine["name"] for engine in ask(run_dir, action="list")}
+    known = {engine["name"] for engine in ask(run_dir, action="list") if engine["serving"]}
     with ExitStack() as stack:
         for connection in [stack.enter_context(_sent(run_dir, {"action": "add"})) for _ in range(num_engines)]:
             try:

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import os
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -66,8 +69,59 @@ async def test_engines_are_listed_added_and_removed_while_the_run_goes_on(
             InferenceError, match="there is no engine 'engine-7' to remove; there are engine-1, engine-2"
         ):
             await asyncio.to_thread(ask, run_dir, action="remove", name="engine-7")
-        with pytest.raises(InferenceError, match="a request is a line of JSON with an action, got .*fly"):
-            await asyncio.to_thread(ask, run_dir, action="fly")
+
+
+async def test_what_is_no_request_is_refused_and_what_fails_in_the_run_is_said_as_it_is(tmp_path: Path) -> None:
+    class Failing:
+        async def add_engine(self) -> str:
+            raise KeyError("GPU")
+
+    def said(line: bytes) -> str:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(json.loads((tmp_path / CONTROL_FILE).read_text())["socket"])
+            connection.sendall(line)
+            return str(json.loads(connection.makefile().readline())["error"])
+
+    async with controlled(tmp_path, cast(Fleet, Failing()), dict):
+        for line, error in (
+            (b'{"action": "fly"}\n', "a request's action is list, add, or remove with a name, got {'action': 'fly'}"),
+            (b'{"action": "remove"}\n', "a request's action is list, add, or remove with a name"),
+            (b"list\n", "a request is a line of JSON with an action, got b'list"),
+            (b"x" * 200_000 + b"\n", "ValueError: "),
+            (b'{"action": "add"}\n', "KeyError: 'GPU'"),
+        ):
+            assert (await asyncio.to_thread(said, line)).startswith(error)
+
+
+def test_an_engine_that_is_added_in_a_place_that_was_given_up_is_named_and_a_trainer_that_ends_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"name": "engine-0", "serving": None}, {"name": "engine-1", "serving": "engine-1"}]
+
+    def answer(listening: socket.socket) -> None:
+        for _ in range(3):
+            connection, _ = listening.accept()
+            with connection, connection.makefile() as requests:
+                if json.loads(requests.readline())["action"] == "add":
+                    rows[0]["serving"] = "engine-0"
+                connection.sendall(json.dumps({"engines": rows}).encode() + b"\n")
+        ending, _ = listening.accept()
+        while not ending.recv(1, socket.MSG_PEEK):
+            pass
+        ending.close()  # what it was sent is unread: the caller's connection is reset
+
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{directory}/socket")
+        listening.listen()
+        place = {"host": socket.gethostname(), "pid": os.getpid(), "socket": f"{directory}/socket"}
+        (tmp_path / CONTROL_FILE).write_text(json.dumps(place))
+        trainer = threading.Thread(target=answer, args=(listening,))
+        trainer.start()
+        assert main([str(tmp_path), "add"]) == 0
+        assert "engine-0 serves, after" in capsys.readouterr().err
+        with pytest.raises(InferenceError, match="ended before it answered"):
+            ask(tmp_path, action="list")
+        trainer.join()
 
 
 async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_named(tmp_path: Path) -> None:
@@ -81,12 +135,17 @@ async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_na
     with pytest.raises(ConfigError, match="must be the directory of a run that trains now"):
         ask(run_dir, action="list")
     file.write_text(left)
-    with pytest.raises(ConfigError, match="nobody answers for .*: its trainer, process .*, was killed"):
+    with pytest.raises(ConfigError, match="the trainer of .*, process .*, does not answer .*: its socket .* cannot be"):
+        ask(run_dir, action="list")
+    ended = await asyncio.create_subprocess_exec("true")
+    await ended.wait()
+    file.write_text(json.dumps(json.loads(left) | {"pid": ended.pid}))
+    with pytest.raises(ConfigError, match="the trainer of .*, process .*, does not answer .*: it was killed"):
         ask(run_dir, action="list")
     file.write_text(json.dumps(json.loads(left) | {"host": "another"}))
     with pytest.raises(ConfigError, match=r"is on another, this is .*: ask there"):
         ask(run_dir, action="list")
-    for damaged in ("{}", '{"host":', "[]"):
+    for damaged in ("{}", '{"host":', "[]", left.replace('"pid": ', '"pid": "x", "was": ')):
         file.write_text(damaged)
         with pytest.raises(ConfigError, match=r"is damaged .*: it says where the trainer of .* listens"):
             ask(run_dir, action="list")
