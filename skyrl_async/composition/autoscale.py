@@ -83,32 +83,41 @@ async def autoscaled(
 
 async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) -> None:
     """Follow the rule for ever. What fails is logged, and tried again at the next interval."""
-    last = 0
+    wished: tuple[Wish, int] | None = None
     while True:
         await asyncio.sleep(config.autoscale_interval_s)
-        num_engines = len(fleet.client.engines)
-        num_places = sum(row["state"] != EngineState.given_up.value for row in fleet.rows())  # some may be restarting
+        before, wished = wished, None
+        num_engines = _num_settled(fleet)
+        if num_engines is None:
+            logger.info("engine.autoscale: nothing is planned while an engine starts or leaves")
+            continue
         asked = [num_engines]
         if num_engines > (config.min_engines or 1):
             asked.insert(0, num_engines - 1)
-        if num_places < (config.max_engines or config.num_engines):
+        if num_engines < (config.max_engines or config.num_engines):
             asked.append(num_engines + 1)
-        before, last = last, 0
         try:
             steps = await plan(run_dir, asked)
-            if len(fleet.client.engines) != num_engines:
-                continue  # somebody else added or removed one meanwhile
+            if _num_settled(fleet) != num_engines:
+                continue  # one died meanwhile, or somebody else adds or removes one
             found = wish(steps, num_engines)
-            if found.change != 0 and found.change == before:
+            is_again = before is not None and (before[0].change, before[1]) == (found.change, num_engines)
+            if found.change != 0 and is_again:
                 logger.warning("engine.autoscale: %s, as the plan before said; %s", found.reason, _words(found.change))
                 await _change(fleet, found.change)
             else:
-                last = found.change
+                wished = found, num_engines
                 logger.info("engine.autoscale: %s", found.reason)
         except SkyRLAsyncError as error:
             logger.info("engine.autoscale: nothing is changed: %s", error)
         except Exception:
             logger.exception("engine.autoscale: nothing is changed")
+
+
+def _num_settled(fleet: Fleet) -> int | None:
+    """Engines, all of which serve; None while there is none, or one starts or leaves. A place that was given up does not count."""
+    places = [row for row in fleet.rows() if row["state"] != EngineState.given_up.value]
+    return len(places) or None if all(row["serving"] for row in places) else None
 
 
 def _words(change: int) -> str:

@@ -127,7 +127,10 @@ def measured(run_dir: Path) -> Measured:
             f"{run_dir} has {len(newest)} steps{since}, and a forecast needs {least}, the first {WARM_UP_STEPS} of which are left "
             "out: let it run on, or resume it with a larger trainer.num_steps"
         )
-    config = changed(config, {"engine.num_engines": num_engines})
+    # Engines may have been added and removed by hand, past the bounds of the rule that does it.
+    config = changed(
+        config, {"engine.num_engines": num_engines, "engine.min_engines": None, "engine.max_engines": None}
+    )
     if newest[0]["step"] == config.trainer.num_steps or (run_dir / "summary.json").exists():
         newest = newest[min(config.trainer.staleness_bound, len(newest) - least) :]
     most = max(MIN_STEPS, min(_MOST_STEPS, _MAX_ROWS // samples_per_step(config)))

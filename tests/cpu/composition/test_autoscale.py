@@ -40,6 +40,7 @@ class FakeFleet:
         self.names = [f"engine-{i}" for i in range(num)]
         self.client = SimpleNamespace(engines=self.names)
         self.fails = fails
+        self.starting: list[str] = []
         self.log: list[tuple[float, str]] = []
 
     def _note(self, what: str) -> None:
@@ -57,7 +58,8 @@ class FakeFleet:
         self.names.remove(name)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [{"name": name, "serving": name, "state": "serving"} for name in self.names]
+        rows = [{"name": name, "serving": name, "state": "serving"} for name in self.names]
+        return rows + [{"name": name, "serving": None, "state": "starting"} for name in self.starting]
 
 
 def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **settings: Any) -> list[tuple[float, str]]:
@@ -120,13 +122,16 @@ def test_without_a_maximum_it_goes_back_up_to_as_many_engines_as_it_began_with()
     assert fleet.log == [(20.0, "remove engine-1"), (40.0, "add")]
 
 
-def test_what_was_planned_for_another_number_of_engines_is_dropped() -> None:
+@pytest.mark.parametrize("boots", [False, True])
+def test_what_was_planned_while_somebody_else_added_an_engine_is_dropped(boots: bool) -> None:
     fleet, asked = FakeFleet(1), list[list[int]]()
 
     async def plan(run_dir: Path, numbers: list[int]) -> Steps:
         asked.append(numbers)
-        if len(asked) == 2:
-            await fleet.add_engine()  # by a user, meanwhile
+        if len(asked) == 2 and boots:
+            fleet.starting.append("engine-1")
+        elif len(asked) == 2:
+            await fleet.add_engine()
         return {number: (SATURATING[number], 0.0) for number in numbers}
 
     async def main() -> None:
@@ -136,7 +141,26 @@ def test_what_was_planned_for_another_number_of_engines_is_dropped() -> None:
                 await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
 
     run_in_virtual_time(main())
-    assert fleet.log == [(20.0, "add")]
+    assert fleet.log == ([] if boots else [(20.0, "add")])
+    assert len(asked) == (2 if boots else 5), "nothing is planned while an engine boots"
+
+
+def test_a_wish_for_one_number_of_engines_is_none_for_another() -> None:
+    fleet = FakeFleet(1)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        return {number: (4.0 / number, 0.0) for number in numbers}
+
+    async def main() -> None:
+        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, max_engines=5)
+        following = asyncio.create_task(follow(Path("run"), fleet, config, plan))  # type: ignore[arg-type]
+        await asyncio.sleep(15.0)
+        await fleet.add_engine()
+        await asyncio.sleep(10.0)
+        following.cancel()
+
+    run_in_virtual_time(main())
+    assert fleet.log == [(15.0, "add")]
 
 
 def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() -> None:

@@ -498,7 +498,9 @@ def test_a_place_is_free_again_when_the_engine_that_leaves_it_is_closed(is_cance
 
         async def change() -> None:
             await setting.at(10.0, setting["engine-1"].freeze)
-            removing = asyncio.create_task(fleet.remove_engine("engine-1"))  # what it has does not come back for a minute
+            removing = asyncio.create_task(
+                fleet.remove_engine("engine-1")
+            )  # what it has does not come back for a minute
             await asyncio.sleep(1.0)
             assert fleet.states() == {"engine-0": EngineState.serving, "engine-1": EngineState.leaving}
             with pytest.raises(InferenceError, match="engine-1 is being removed already"):
@@ -580,7 +582,8 @@ def test_an_engine_that_does_not_come_up_leaves_its_place_free_and_nobody_waitin
                 await adding
 
         with pytest.raises(
-            NoEngineError, match="no inference engine is left, and the one that was added does not serve: engine-2 has no mem"
+            NoEngineError,
+            match="no inference engine is left, and the one that was added does not serve: engine-2 has no mem",
         ):
             await setting.run(change())
         assert asyncio.get_running_loop().time() < ENGINES.no_engine_timeout_s

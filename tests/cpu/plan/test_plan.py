@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.config.load import changed, from_overrides, to_yaml
+from skyrl_async.config.load import built, changed, compose_config, from_overrides, to_yaml
 from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
@@ -218,6 +218,18 @@ def test_the_model_of_a_run_whose_requests_wait_for_a_place_reproduces_it(tmp_pa
 def test_a_run_that_has_ended_is_read_without_the_steps_for_which_all_was_generated(run: Measured) -> None:
     assert (PLANTED.num_steps, PLANTED.max_staleness_steps) == (26, 2)
     assert [run.steps[i]["step"] for i in (0, -1)] == [3, 24]
+
+
+def test_a_run_with_fewer_engines_than_autoscale_may_leave_can_be_planned(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    config = built(compose_config([], run_dir / "config.yaml"))
+    bounds = dict.fromkeys(("num_engines", "min_engines", "max_engines"), 2)
+    (tmp_path / "config.yaml").write_text(to_yaml(changed(config, {f"engine.{key}": n for key, n in bounds.items()})))
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"engines/serving": 1}) + "\n" for row in rows))
+    known = measured(tmp_path)
+    for num_engines in (1, 2, 3):
+        check(known, WhatIf(keys={"engine.num_engines": num_engines}))
 
 
 def test_a_group_has_each_known_sample_of_its_prompt(run_dir: Path) -> None:
