@@ -306,7 +306,7 @@ class Trajectory:
     is_truncated: bool = False
     """Ended by the token budget, not by the policy."""
     num_aborts: int = 0
-    """Weight updates and engine failures across which its generations continued."""
+    """How often its generations were aborted and continued: by weight updates, moves to another engine and deaths of engines."""
     sample_index: int | None = None
     """Index of the sample in the group; None if each sample is one row, in order. A session with a rewritten history has a row per
     branch, all with the session's reward."""

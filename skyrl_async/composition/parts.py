@@ -285,9 +285,10 @@ def _limit_by_cache(config: Config, staleness: _AsyncStalenessManager, pool: Eng
     limit = CacheLimit(most, min(most, config.trainer.policy_mini_batch_size))
     updates_preempt = config.engine.pause_mode is PauseModeName.keep
 
-    def observe(load: EngineLoad) -> None:
+    def observe(engine: str, load: EngineLoad, of_all: EngineLoad) -> None:
         version = pool.policy_version if updates_preempt else 0
-        if limit.observe(load, in_flight=staleness.num_running, step=staleness.trained_version, version=version):
+        num_running, step = staleness.num_running, staleness.trained_version
+        if limit.observe(engine, load, of_all, in_flight=num_running, step=step, version=version):
             logger.warning(
                 "engines have preempted running requests because their caches are full: at most %d groups are in flight from now on "
                 "(trainer.limit_groups_by_cache); more room: engine.gpu_memory_utilization, or more engines",

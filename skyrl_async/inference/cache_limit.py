@@ -36,8 +36,8 @@ class CacheLimit:
     least: int = 1
     """It is never below, >= 1."""
     limit: int = field(init=False)
-    _num_preemptions: int = field(default=0, init=False)
-    _version: int = field(default=0, init=False)
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
+    """Engine -> (preemptions, version) at its last heartbeat."""
     _step: int = field(default=0, init=False)
     _is_draining: bool = field(default=False, init=False)
     _is_clear: bool = field(default=True, init=False)
@@ -46,19 +46,23 @@ class CacheLimit:
     def __post_init__(self) -> None:
         self.limit = self.most
 
-    def observe(self, load: EngineLoad, *, in_flight: int, step: int, version: int) -> bool:
-        """Take what the engines say together. Returns whether the limit was cut.
+    def observe(
+        self, engine: str, load: EngineLoad, of_all: EngineLoad, *, in_flight: int, step: int, version: int
+    ) -> bool:
+        """Take an engine's heartbeat. Returns whether the limit was cut.
 
         Args:
-            load: with counts that begin anew where an engine does.
+            engine: its name.
+            load: what it says; counts begin anew where an engine does.
+            of_all: what the engines said last, together.
             in_flight: groups.
             step: completed optimizer steps.
-            version: of the weights, if loading them preempts requests too: then none counts since the observation before it.
+            version: of the weights, if loading them preempts requests too: then none of an engine counts since its heartbeat before it.
         """
-        is_updated, self._version = version != self._version, version
-        has_preempted = load.num_preemptions > self._num_preemptions and not is_updated
-        self._num_preemptions = load.num_preemptions
-        has_room = not load.num_waiting and load.cache_use < FULL
+        num_before, version_before = self._seen.get(engine, (0, version))
+        self._seen[engine] = load.num_preemptions, version
+        has_preempted = load.num_preemptions > num_before and version == version_before
+        has_room = not of_all.num_waiting and of_all.cache_use < FULL
         self._is_clear = self._is_clear and not has_preempted and has_room
         if self._is_draining:
             self._is_draining = in_flight > self.limit

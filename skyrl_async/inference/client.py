@@ -171,8 +171,10 @@ class InferenceEngineClient:
         is_long, is_resumable = request.sampling.max_tokens > CARRIED_BLOCK_TOKENS, sampling.is_resumable
         streams = bool(sampling.stop) or (self._carries_tokens and is_resumable and is_long)
         num_restarts, asked_at = 0, time.time()
+        engines, engine_seconds = dict[str, None](), 0.0
         while True:
             state = GenerationState(has_logprobs=sampling.reports_logprobs)
+            state.engines, state.engine_seconds = engines, engine_seconds
             text = CompletionText(self._tokenizer, sampling)
             begin = NOTHING_SAMPLED
             if generation is not None and is_resumable:
@@ -186,6 +188,7 @@ class InferenceEngineClient:
             if state.has_ended:
                 break
             num_restarts += 1  # its engine died, and it is not resumable
+            engine_seconds = state.engine_seconds
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             text=text.finish()[0],
@@ -323,7 +326,7 @@ class InferenceEngineClient:
         """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
         await self.pool.wait_for_engine()
         before, clock = state.engine_seconds, asyncio.get_running_loop().time
-        began = clock()
+        began, num_tokens = clock(), 0
         slot = self.pool.begin_call(generation_id, request)
         report_engine(slot.engine.name)
         state.engines[slot.engine.name] = None
@@ -336,13 +339,13 @@ class InferenceEngineClient:
                     if block is None:
                         return
                     state.engine_seconds = before + clock() - began
-                    newest = max(block.versions.distinct, default=0)
-                    self.pool.note_sampled(slot, len(block.token_ids), newest)
+                    num_tokens += len(block.token_ids)
+                    self.pool.note_sampled(max(block.versions.distinct, default=0))
                     yield block
         except EngineDeadError as error:
             self.drop_engine(slot.engine, error)
         finally:
-            self.pool.end_call(slot, generation_id, clock() - began)
+            self.pool.end_call(slot, generation_id, num_tokens, clock() - began)
         await self._turns.next()
         yield ABORTED
 

@@ -141,7 +141,8 @@ class GenerationState:
         found = self._engine_output
         if found is not None and len(found.token_ids) > self.num_tokens:
             return found
-        return EngineOutput(**self.fields() | {"finish_reason": None if self.has_stop_string else self.finish_reason})
+        reason = None if self.has_stop_string else self.finish_reason
+        return EngineOutput(**self.fields() | {"finish_reason": reason, "num_aborts": self.num_aborts})
 
     def truncate(self, num_tokens: int) -> None:
         """Keep ``num_tokens``: a stop string has ended the generation there."""

@@ -50,9 +50,9 @@ class EngineSlot:
         self.cut_off = CutOff()
         """Ends what the calls await."""
         self.num_tokens = 0
-        """Sampled in calls, of this client and of those that ``count_call`` knows."""
+        """Sampled in calls that have ended, of this client and of those that ``count_call`` knows."""
         self.call_seconds = 0.0
-        """Seconds of these calls that have ended, added up."""
+        """Seconds of these calls, added up."""
         self.load = self.load_before = EngineLoad()
         """What the engine said last, and before that."""
 
@@ -86,8 +86,9 @@ class EnginePool:
         """The newest version that a call has got tokens of."""
         self.admission: Admission = _admit_at_once
         self.listener: EngineListener | None = None
-        self.on_load: Callable[[EngineLoad], None] = lambda load: None
-        """Called after each heartbeat with the sum of what the engines said last, but for ``cache_use``, which is their mean."""
+        self.on_load: Callable[[str, EngineLoad, EngineLoad], None] = lambda engine, load, of_all: None
+        """Called after each heartbeat with the engine's name, what it said, and the sum of what all said last; of ``cache_use`` it is the
+        mean."""
         self.speeds: dict[str, float] = {}
         """Engine -> tokens sampled per second of a call, as ``measure_speeds`` found; those without an ended call are left out."""
         self.deadlines = Deadlines()
@@ -114,16 +115,16 @@ class EnginePool:
         slot.num_calls += 1
         return slot
 
-    def note_sampled(self, slot: EngineSlot, num_tokens: int, version: int) -> None:
-        """A call in ``slot`` has got tokens, the newest sampled under ``version``. Engines change versions together."""
-        slot.num_tokens += num_tokens
+    def note_sampled(self, version: int) -> None:
+        """A call has got tokens, the newest sampled under ``version``. Engines change versions together."""
         if version > self.policy_version:
             self.policy_version = version
             self._placement.weights_updated()
 
-    def end_call(self, slot: EngineSlot, generation_id: str, seconds: float) -> None:
-        """The generation's call has ended, after so many seconds."""
+    def end_call(self, slot: EngineSlot, generation_id: str, num_tokens: int, seconds: float) -> None:
+        """The generation's call has ended, with so many tokens, after so many seconds."""
         slot.num_calls -= 1
+        slot.num_tokens += num_tokens
         slot.call_seconds += seconds
         slot.changes.notify()
         self._placement.end(generation_id)
@@ -220,7 +221,7 @@ class EnginePool:
         """An engine has answered a heartbeat."""
         if (slot := self._slots.get(name)) is not None:
             slot.load_before, slot.load = slot.load, load
-            self.on_load(_total([slot.load for slot in self._slots.values()]))
+            self.on_load(name, load, _total([slot.load for slot in self._slots.values()]))
 
     def load_statistics(self) -> dict[str, float]:
         """Figures of the engines' caches, by metric name: over the time between the last two heartbeats, and for preemptions in all.

@@ -148,10 +148,10 @@ class _AsyncStalenessManager:
                 self.next_index += 1
                 self._running.add(admission.index)
                 self._open_group(admission)
-                self._changes.notify()
                 return admission
         finally:
             self._num_waiting -= 1
+            self._changes.notify()
 
     async def on_rollout_accepted(self, admission: Admission) -> None:
         """The group is finished and can be trained."""

@@ -1,6 +1,7 @@
 """How many groups are in flight where engines run out of cache."""
 
 import asyncio
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ class Observed:
 
     def __init__(self, most: int, least: int = 1) -> None:
         self.limit = CacheLimit(most, least)
-        self.num_preemptions = 0
+        self.num_preemptions = Counter[str]()
         self.step = 0
 
     def observe(
@@ -29,11 +30,13 @@ class Observed:
         cache_use: float = 0.5,
         steps: int = 0,
         version: int = 0,
+        engine: str = "engine-0",
     ) -> bool:
-        self.num_preemptions += preempted
+        self.num_preemptions[engine] += preempted
         self.step += steps
-        load = EngineLoad(num_preemptions=self.num_preemptions, num_waiting=waiting, cache_use=cache_use)
-        return self.limit.observe(load, in_flight=in_flight, step=self.step, version=version)
+        load = EngineLoad(num_preemptions=self.num_preemptions[engine])
+        of_all = EngineLoad(num_waiting=waiting, cache_use=cache_use)
+        return self.limit.observe(engine, load, of_all, in_flight=in_flight, step=self.step, version=version)
 
 
 def test_preemptions_take_a_quarter_of_the_groups_in_flight_at_once_and_no_more_until_these_have_drained() -> None:
@@ -79,12 +82,14 @@ def test_what_an_update_of_the_weights_preempts_says_nothing_of_the_room_and_nei
     None
 ):
     observed = Observed(100)
-    assert not observed.observe(80, preempted=50, version=1)
-    assert not observed.observe(80, version=1)
-    observed.num_preemptions = 0
-    assert not observed.observe(80, version=1)
+    engines = ("engine-0", "engine-1")
+    assert not any(observed.observe(80, engine=engine) for engine in engines)
+    assert not any(observed.observe(80, preempted=50, version=1, engine=engine) for engine in engines)
+    assert not any(observed.observe(80, version=1, engine=engine) for engine in engines)
+    observed.num_preemptions.clear()
+    assert not any(observed.observe(80, version=1, engine=engine) for engine in engines)
     assert observed.limit.limit == 100
-    assert observed.observe(80, preempted=1, version=1)
+    assert observed.observe(80, preempted=1, version=1, engine="engine-1")
 
 
 class LimitMachine(RuleBasedStateMachine):

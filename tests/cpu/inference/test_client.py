@@ -186,6 +186,8 @@ def test_a_generation_that_cannot_be_continued_begins_anew_when_its_engine_dies(
             tasks.create_task(kill_after(1.0, first))
             deltas = [d async for d in user.stream_tokens((1,), replace(sampling, stop=stop))]
         [whole] = deltas
+        assert whole.engines == ("e0", "e1")
+        assert whole.engine_seconds == pytest.approx(asyncio.get_running_loop().time(), rel=0.05)
         assert whole.token_ids.tolist() == [i % 100 for i in range(200)]
         assert len(whole.text) == 199 and whole.finish_reason is FinishReason.STOP
         [asked] = second.requests

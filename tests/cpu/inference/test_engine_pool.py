@@ -67,8 +67,13 @@ def test_an_engines_speed_is_that_of_this_clients_calls_and_of_calls_elsewhere_s
         assert client.pool.speeds["b"] == pytest.approx(3.0) and client.pool.speeds["a"] == pytest.approx(
             100.0, rel=0.05
         )
+        answer = asyncio.create_task(client.generate_tokens((1, 2), SAMPLING))  # in blocks
+        await asyncio.sleep(1.0)
         client.pool.measure_speeds()
         assert client.pool.speeds == {}
+        await answer
+        client.pool.measure_speeds()
+        assert client.pool.speeds == {"a": pytest.approx(100.0, rel=0.05)}
 
     run_in_virtual_time(main())
 

@@ -173,6 +173,14 @@ def test_aborts_that_blocks_have_told_are_counted_once_in_what_the_engine_holds(
     assert (len(partial.token_ids), partial.num_aborts) == ((5, 2) if num_calls == 1 else (8, 5))
 
 
+def test_a_checkpoint_of_a_generation_that_goes_on_after_an_abort_has_the_abort() -> None:
+    state, request = GenerationState(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
+    state.next_call(request)
+    state.add(replace(sampled(range(3), finish_reason=FinishReason.ABORT), num_aborts=0))
+    assert state.next_call(request) is not None
+    assert state.partial_output().num_aborts == 1
+
+
 def test_a_generation_that_cannot_be_continued_restarts_and_is_not_tracked() -> None:
     sampling = SamplingParams(max_tokens=50, presence_penalty=1.0)
     generation = OpenGeneration(sampled(range(10)))

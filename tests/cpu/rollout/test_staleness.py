@@ -249,6 +249,21 @@ def test_waiters_are_admitted_first_come_first_served() -> None:
     assert run_in_virtual_time(main()) == [0, 1, 2, 3, 4]
 
 
+def test_a_waiter_that_is_cancelled_as_it_is_admitted_does_not_hold_up_who_waits_for_the_last() -> None:
+    async def main() -> None:
+        manager = _AsyncStalenessManager(max_concurrent_generation_groups=1, mini_batch_size=1, max_staleness_steps=0)
+        admission = await manager.acquire_submission_slot()
+        waiting = asyncio.create_task(manager.acquire_submission_slot())
+        await asyncio.sleep(0)
+        drained = asyncio.create_task(manager.drained())
+        await asyncio.sleep(0)
+        await manager.on_rollout_rejected(admission)
+        waiting.cancel()
+        await asyncio.wait_for(drained, 1.0)
+
+    run_in_virtual_time(main())
+
+
 def test_a_cancelled_waiter_lets_the_next_one_be_admitted() -> None:
     async def main() -> int:
         manager = _AsyncStalenessManager(1, 1, 0)
