@@ -343,6 +343,7 @@ class InferenceEngineClient:
                     self.pool.note_sampled(max(block.versions.distinct, default=0))
                     yield block
         except EngineDeadError as error:
+            state.engine_seconds = before + clock() - began
             self.drop_engine(slot.engine, error)
         finally:
             self.pool.end_call(slot, generation_id, num_tokens, clock() - began)

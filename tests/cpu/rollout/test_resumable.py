@@ -174,7 +174,10 @@ def test_aborts_that_blocks_have_told_are_counted_once_in_what_the_engine_holds(
 
 
 def test_a_checkpoint_of_a_generation_that_goes_on_after_an_abort_has_the_abort() -> None:
-    state, request = GenerationState(), EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
+    state, request = (
+        GenerationState(),
+        EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9)),
+    )
     state.next_call(request)
     state.add(replace(sampled(range(3), finish_reason=FinishReason.ABORT), num_aborts=0))
     assert state.next_call(request) is not None
