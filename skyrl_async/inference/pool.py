@@ -100,6 +100,11 @@ class EnginePool:
         return tuple(slot.engine for slot in self._slots.values())
 
     @property
+    def sampling_engines(self) -> tuple[InferenceEngine, ...]:
+        """These, and the removed ones that still have calls."""
+        return self.engines + tuple(slot.engine for slot in self._leaving.values())
+
+    @property
     def is_expecting(self) -> bool:
         """Whether requests wait for an engine if there is none."""
         return self._wait_s != 0 and self.unavailable_reason is None

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
@@ -110,6 +110,8 @@ def described(path: Path) -> Model:
     """The model of a cluster. Raises ``ConfigError`` for a file that is no description, or a cluster that cannot hold its model."""
     try:
         read = OmegaConf.load(path)
+        if read and not isinstance(read, DictConfig):
+            raise ConfigError(f"{path} describes no cluster: it must have keys, such as num_engines: 4, not a list")
         found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Description), read))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} describes no cluster: {_reason(error)}") from error
@@ -178,7 +180,10 @@ def _reason(error: Exception) -> str:
         return text
     sections = (Description, Lengths, EngineDescription, TrainingDescription, PublishDescription)
     known, name = {one.name for section in sections for one in fields(section)}, str(key).rpartition(".")[2]
-    return f"{key}: {text}{'' if name in known else did_you_mean(name, known)}"
+    if name in known:
+        return f"{key}: {text}"
+    names = ", ".join(one.name for one in fields(Description))
+    return f"{key} is no key of a description{did_you_mean(name, known) or f'; there are {names}'}"
 
 
 def _drawn(lengths: Lengths, group_size: int) -> tuple[KnownGroup, ...]:

@@ -26,6 +26,7 @@ from skyrl_async.plan.memory import Memory, running_requests
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.run import SimulationSettings
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES
 from skyrl_async.types import PauseMode
 
 _PARTS = (
@@ -196,7 +197,7 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
     """The simulation of ``config`` with the model's seconds, without an end.
 
     Data-parallel workers share a group's tokens evenly, and tensor-parallel devices the work of a token, both without loss: nothing that a
-    run with one number of them shows tells how much another loses.
+    run with one number of them shows tells how much another loses. On a machine that they share they take so many times the cores.
 
     Args:
         model: of a run, perhaps with another configuration.
@@ -243,6 +244,8 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         on_failed_samples=config.generator.on_failed_samples,
         call_seconds=model.call_seconds,
         shared_cores=model.shared_cores,
+        engine_cores=ENGINE_CORES / tensor_parallel,
+        training_cores=TRAINING_CORES / data_parallel,
         shared_by=sharing_stages(config),
         on_policy_workers=tuple(stages_on_policy_workers(config)),
         min_generation_slice_s=config.placement.min_generation_slice_s,

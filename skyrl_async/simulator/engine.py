@@ -59,6 +59,8 @@ class ModelledEngine:
     """Keys and values for which there is room: a call waits for that of its prompt. None: for all."""
     machine: SharedMachine | None = None
     """Where others compute too; None: a machine of its own."""
+    engine_cores: float = ENGINE_CORES
+    """Of that machine, that it takes."""
     stage_seconds: float = 0.0
     """Duration of ``stage_weights``."""
     load_seconds: float = 0.0
@@ -85,6 +87,7 @@ class ModelledEngine:
             if math.isinf(self.prefill_tokens_per_second)
             else self.prefill_tokens_per_second / self.prefill_chunk_tokens,
             self.machine,
+            self.engine_cores,
         )
         self._calls: dict[Call, None] = {}
         self._waiting: list[tuple[int, int, Call]] = []
@@ -163,7 +166,7 @@ class ModelledEngine:
         if failure is PublishError or not self._shared.is_paused:
             reason = "is not paused" if failure is None else "was told to refuse"
             raise PublishError(f"{self.name} {reason}")
-        with computing(self.machine, f"the load of {self.name}", ENGINE_CORES) as slowdown:
+        with computing(self.machine, f"the load of {self.name}", self.engine_cores) as slowdown:
             await asyncio.sleep(slowdown * self._unless_idle(self.load_seconds, self.idle_load_seconds))
         if failure is not None:
             self.kill()

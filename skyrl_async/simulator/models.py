@@ -46,6 +46,8 @@ class ModelledPolicy:
     """Tokens of each row's prompt; they take as long as those of its response."""
     machine: SharedMachine | None = None
     """Where others compute too: those that do when a computation begins count for all of it. None: a machine of its own."""
+    training_cores: float = TRAINING_CORES
+    """Of that machine, that training takes."""
     step_seconds: float = 0.0
     """The optimizer step."""
     gather_seconds: float = 0.0
@@ -77,7 +79,7 @@ class ModelledPolicy:
         asked = asyncio.get_running_loop().time()
         async with self._workers:
             waited = asyncio.get_running_loop().time() - asked
-            with computing(self.machine, "training", TRAINING_CORES) as slowdown:
+            with computing(self.machine, "training", self.training_cores) as slowdown:
                 await asyncio.sleep(slowdown * seconds)
         return waited
 

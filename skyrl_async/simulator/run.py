@@ -34,7 +34,7 @@ from skyrl_async.rollout.preparation import Prepare
 from skyrl_async.runtime.device_leases import groups_by_member
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.simulator.models import KnownGroup, ModelledEngine, ModelledGenerator, ModelledPolicy
-from skyrl_async.simulator.shared_machine import SharedMachine
+from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, SharedMachine
 from skyrl_async.trainer.run import TrainerCallbacks
 from skyrl_async.types import PauseMode, Prompt
 from skyrl_async.weight_sync.engine_time_sharing import GENERATE, EngineTimeSharing
@@ -74,6 +74,9 @@ class SimulationSettings:
     """What every call of an engine takes besides the engine."""
     shared_cores: int | None = None
     """Cores of the one machine on which trainer and engines compute, see ``SharedMachine``; None: each has its own."""
+    engine_cores: float = ENGINE_CORES
+    training_cores: float = TRAINING_CORES
+    """Of them, what an engine takes, and training."""
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
     continues_aborted: bool = False

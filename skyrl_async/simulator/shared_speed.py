@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.simulator.shared_machine import ENGINE_CORES, SharedMachine
+from skyrl_async.simulator.shared_machine import SharedMachine
 from skyrl_async.types import EngineRequest, FinishReason
 
 ROUNDING = 1e-6
@@ -59,6 +59,7 @@ class SharedSpeed:
         half_speed_calls: calls at which each runs at half of that.
         prefilling_tokens_per_second: of a call during prefills.
         machine: where others compute too.
+        cores: of the machine, that the engine takes.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class SharedSpeed:
         half_speed_calls: float,
         prefilling_tokens_per_second: float,
         machine: SharedMachine | None,
+        cores: float,
     ) -> None:
         self._name = name
         self._tokens_per_second = tokens_per_second
         self._half_speed_calls = half_speed_calls
         self._prefilling_tokens_per_second = prefilling_tokens_per_second
         self._machine = machine
+        self._cores = cores
         if machine is not None:
             machine.listen(self._machine_changes)
         self.num_running = 0
@@ -180,7 +183,7 @@ class SharedSpeed:
         """The engine may have begun or ended to compute."""
         if self._machine is not None:
             is_computing = self.num_running > 0 and not self.is_paused
-            self._machine.set_computing(self._name, is_computing, ENGINE_CORES)
+            self._machine.set_computing(self._name, is_computing, self._cores)
 
     def _machine_changes(self) -> None:
         self._advance()

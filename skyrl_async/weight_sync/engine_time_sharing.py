@@ -91,7 +91,7 @@ class EngineTimeSharing:
 
     async def _run_slice(self) -> None:
         loop = asyncio.get_running_loop()
-        await self._updater.resume(list(self.client.engines))
+        await self._updater.resume(list(self.client.pool.sampling_engines))
         self.client.pool.deadlines.resume(GENERATE)
         self._have_devices = True
         self._changes.notify()
@@ -102,4 +102,4 @@ class EngineTimeSharing:
         await self._changes.until(lambda: not self._num_holders)
         self._have_devices = False
         self.client.pool.deadlines.suspend(GENERATE)
-        await self._updater.pause(list(self.client.engines))
+        await self._updater.pause(list(self.client.pool.sampling_engines))

@@ -200,6 +200,14 @@ def test_batches_of_several_steps_are_forecast_too(run: Measured) -> None:
 
 
 @pytest.mark.slow
+def test_where_cores_are_shared_an_engine_on_twice_the_devices_takes_twice_the_cores(run: Measured) -> None:
+    as_it_was, twice = Planner(run, num_processes=1).forecasts(
+        [WhatIf(), WhatIf(keys={"engine.tensor_parallel_size": 2})]
+    )
+    assert twice.step_seconds > 0.95 * as_it_was.step_seconds, "one engine took more than half of the two cores"
+
+
+@pytest.mark.slow
 def test_the_model_of_a_run_reproduces_it(forecasts: tuple[list[Forecast], Accuracy | None]) -> None:
     _, accuracy = forecasts
     assert accuracy is not None and abs(accuracy.error) < 0.1
@@ -624,7 +632,9 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
             r"must be >= 2, got 1: the weights in an engine and the KV cache of the longest sample \(100 GB\) take 120 GB",
         ),
         ("parameters: 30e9\n", r"^num_workers must be >= 6, got 4: weights, gradients and Adam's state take 480 GB"),
-        ("num_engine: 4\n", r"describes no cluster: num_engine: .*; did you mean num_engines\?"),
+        ("num_engine: 4\n", r"no cluster: num_engine is no key of a description; did you mean num_engines\?"),
+        ("hello\n", r"no cluster: hello is no key of a description; there are num_engines, "),
+        ("- 1\n", r"no cluster: it must have keys, such as num_engines: 4, not a list"),
         (
             "training: {step_seconds: soon}\n",
             r"describes no cluster: training.step_seconds: Value 'soon' of type 'str'",

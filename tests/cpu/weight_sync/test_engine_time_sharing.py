@@ -1,7 +1,7 @@
 """Engines on devices that others compute on: one at a time, nobody starves, and no schedule stands still (virtual time)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -231,6 +231,31 @@ def test_generation_gets_its_shortest_turn_between_any_two_of_others_and_loses_n
         )
         held = setting.group.statistics()
         assert held.num_leases["generate"] <= took / 2.0 + 1
+
+    run_in_virtual_time(main())
+
+
+def test_a_removed_engine_samples_only_on_its_devices_until_it_is_empty() -> None:
+    class Draining(ModelledEngine):
+        async def evict(self, request_ids: Collection[str] | None = None) -> None:
+            """What it has cannot be continued elsewhere."""
+
+    async def main() -> None:
+        setting = Setting(min_slice_s=2.0)
+        leaving = Draining("engine-1", num_tokens_of=lambda prompt, seed: 990, half_speed_requests=1e9)
+        await setting.client.add_engine(leaving)
+        async with setting.turns.running(), asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(setting.completion())
+            await asyncio.sleep(1.0)
+            removed = tasks.create_task(setting.client.remove_engine("engine-1"))
+            for _ in range(2):
+                async with setting.group.lease("ref"):
+                    assert leaving._shared.is_paused and not removed.done()
+                    await asyncio.sleep(3.0)
+            await removed
+            assert leaving.num_sampled_tokens == 990
+            assert asyncio.get_running_loop().time() == pytest.approx(9.9 + 2 * 3.0, abs=0.1)
 
     run_in_virtual_time(main())
 
