@@ -4,8 +4,9 @@
                                                         ──rule, twice the same──> Fleet.add_engine or remove_engine
 
 The rule adds an engine for a gain that is larger than the plan's error, and removes one that nobody would miss. What it takes to add one
-is far more than what it takes to keep one, and a wish must come twice, so that it does not go to and fro. The staleness bound holds with
-any number of engines.
+is far more than what it takes to keep one, and a wish must come twice, so that it does not go to and fro. An engine that was added and
+removed had been promised too much of: each time, twice as many plans in a row must wish for it. The staleness bound holds with any number
+of engines.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +85,13 @@ async def autoscaled(
 
 async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) -> None:
     """Follow the rule for ever. What fails is logged, and tried again at the next interval."""
-    wished: tuple[Wish, int] | None = None
+    wished, num_same = (0, 0), 0
+    """(change, engines) of the plan before, and how many in a row wished it."""
+    num_additions = Counter[int]()
+    """Engines -> times that the last of so many was added."""
     while True:
         await asyncio.sleep(config.autoscale_interval_s)
-        before, wished = wished, None
+        before, wished = wished, (0, 0)
         num_engines = _num_settled(fleet)
         if num_engines is None:
             logger.info("engine.autoscale: nothing is planned while an engine starts or leaves")
@@ -101,12 +106,19 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
             if _num_settled(fleet) != num_engines:
                 continue  # one died meanwhile, or somebody else adds or removes one
             found = wish(steps, num_engines)
-            is_again = before is not None and (before[0].change, before[1]) == (found.change, num_engines)
-            if found.change != 0 and is_again:
-                logger.warning("engine.autoscale: %s, as the plan before said; %s", found.reason, _words(found.change))
+            num_same = 1 + (num_same if before == (found.change, num_engines) else 0)
+            num_needed = 2 << num_additions[num_engines + 1] if found.change > 0 else 2
+            if found.change != 0 and num_same >= num_needed:
+                logger.warning(
+                    "engine.autoscale: %s, as %d plans in a row have said; %s",
+                    found.reason,
+                    num_same,
+                    _words(found.change),
+                )
                 await _change(fleet, found.change)
+                num_additions[num_engines + 1] += found.change > 0
             else:
-                wished = found, num_engines
+                wished = found.change, num_engines
                 logger.info("engine.autoscale: %s", found.reason)
         except SkyRLAsyncError as error:
             logger.info("engine.autoscale: nothing is changed: %s", error)

@@ -58,7 +58,8 @@ class EngineConfig:
     """With no engine left, generation and training wait so long for one to come back; then the run ends, with a checkpoint."""
     autoscale: Autoscale = Autoscale.none
     """plan: every autoscale_interval_s the run is planned (skyrl_async.plan) from its newest steps with one engine more and one fewer. One
-    is added for a gain of a tenth that is surer than the plan's error, and removed where that loses at most a fiftieth; twice in a row.
+    is added for a gain of a tenth that is surer than the plan's error, and removed where that loses at most a fiftieth, if two plans in a
+    row say so; to add one again that was added and removed, twice as many each time.
     """
     min_engines: int | None = bounded(None, ge=1)
     """Fewest engines that autoscale leaves; null: 1."""

@@ -163,6 +163,22 @@ def test_a_wish_for_one_number_of_engines_is_none_for_another() -> None:
     assert fleet.log == [(15.0, "add")]
 
 
+def test_an_engine_of_which_the_plan_promises_too_much_is_added_ever_more_rarely() -> None:
+    fleet = FakeFleet(1)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        return {number: (0.8 if number > len(fleet.names) else 1.0, 0.0) for number in numbers}
+
+    async def main() -> None:
+        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, max_engines=2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(210.0):
+                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
+
+    run_in_virtual_time(main())
+    assert [time for time, what in fleet.log if what == "add"] == [20.0, 80.0, 180.0]
+
+
 def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() -> None:
     assert followed(FakeFleet(1, fails=True), SATURATING, until=65, max_engines=2) == [
         (20.0, "add"),
