@@ -66,18 +66,13 @@ async def _serve(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fleet: Fleet | None, describe: Describe
 ) -> None:
     """Answer one connection: a request, an answer. A failure is the caller's; the run goes on."""
-    line = b""
     try:
         try:
             line = await reader.readline()
-            answer = await _answer(_parsed(line), fleet, describe)
-        except SkyRLAsyncError as error:
-            answer = {"error": str(error)}
-        except ConnectionError:
-            raise
-        except Exception as error:
-            logger.exception("a request to the control socket failed: %r", line[:200])
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        except ValueError as error:
+            answer = {"error": f"a request is a line of JSON of at most 64 KiB: {error}"}
+        else:
+            answer = await _answer_or_error(line, fleet, describe)
         writer.write(json.dumps(answer).encode() + b"\n")
         await writer.drain()
     except ConnectionError:
@@ -86,12 +81,18 @@ async def _serve(
         writer.close()
 
 
-def _parsed(line: bytes) -> Any:
-    """Raises ``InferenceError`` for what is no JSON."""
+async def _answer_or_error(line: bytes, fleet: Fleet | None, describe: Describe) -> dict[str, Any]:
     try:
-        return json.loads(line)
+        request = json.loads(line)
     except ValueError as error:
-        raise InferenceError(f"a request is a line of JSON with an action, got {line[:200]!r}: {error}") from error
+        return {"error": f"a request is a line of JSON with an action, got {line[:200]!r}: {error}"}
+    try:
+        return await _answer(request, fleet, describe)
+    except SkyRLAsyncError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        logger.exception("a request to the control socket failed: %r", line[:200])
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 async def _answer(request: Any, fleet: Fleet | None, describe: Describe) -> dict[str, Any]:

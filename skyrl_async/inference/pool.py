@@ -101,7 +101,7 @@ class EnginePool:
 
     @property
     def sampling_engines(self) -> tuple[InferenceEngine, ...]:
-        """These, and the removed ones that still have calls."""
+        """The engines that take requests, and removed ones that still have calls."""
         return self.engines + tuple(slot.engine for slot in self._leaving.values())
 
     @property

@@ -72,9 +72,11 @@ async def test_engines_are_listed_added_and_removed_while_the_run_goes_on(
 
 
 async def test_what_is_no_request_is_refused_and_what_fails_in_the_run_is_said_as_it_is(tmp_path: Path) -> None:
+    failures = [KeyError("GPU"), ConnectionResetError("another machine")]
+
     class Failing:
         async def add_engine(self) -> str:
-            raise KeyError("GPU")
+            raise failures.pop(0)
 
     def said(line: bytes) -> str:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -87,8 +89,9 @@ async def test_what_is_no_request_is_refused_and_what_fails_in_the_run_is_said_a
             (b'{"action": "fly"}\n', "a request's action is list, add, or remove with a name, got {'action': 'fly'}"),
             (b'{"action": "remove"}\n', "a request's action is list, add, or remove with a name"),
             (b"list\n", "a request is a line of JSON with an action, got b'list"),
-            (b"x" * 200_000 + b"\n", "ValueError: "),
+            (b"x" * 200_000 + b"\n", "a request is a line of JSON of at most 64 KiB: "),
             (b'{"action": "add"}\n', "KeyError: 'GPU'"),
+            (b'{"action": "add"}\n', "ConnectionResetError: another machine"),
         ):
             assert (await asyncio.to_thread(said, line)).startswith(error)
 
