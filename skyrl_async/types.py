@@ -198,7 +198,7 @@ class Completion(EngineOutput):
     engines: tuple[str, ...] = field(default=(), compare=False)
     """Engines that sampled it, in order of their first call; empty where unknown."""
     engine_seconds: float | None = field(default=None, compare=False)
-    """Seconds of its engine calls, added up; None where unknown."""
+    """Seconds of its engine calls, and of waiting for an engine where there was none, added up; None where unknown."""
     asked_at: float | None = field(default=None, compare=False)
     """When it was asked for, Unix time; None where unknown."""
 
@@ -259,7 +259,7 @@ class RowMessage:
     engines: tuple[str, ...] = field(default=(), compare=False)
     """Engines that sampled a reply, in order of their first call."""
     engine_seconds: float | None = field(default=None, compare=False)
-    """Seconds of a reply's engine calls."""
+    """Seconds of a reply's engine calls, and of waiting for an engine where there was none."""
     asked_at: float | None = field(default=None, compare=False)
     """When a reply was asked for, Unix time."""
 

@@ -324,8 +324,9 @@ class InferenceEngineClient:
         streams: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield what one engine samples of a generation; its death becomes an abort, even if it does not react any more."""
-        await self.pool.wait_for_engine()
         before, clock = state.engine_seconds, asyncio.get_running_loop().time
+        asked = clock()
+        await self.pool.wait_for_engine()
         began, num_tokens = clock(), 0
         slot = self.pool.begin_call(generation_id, request)
         report_engine(slot.engine.name)
@@ -338,12 +339,12 @@ class InferenceEngineClient:
                         block = await anext(blocks, None)
                     if block is None:
                         return
-                    state.engine_seconds = before + clock() - began
+                    state.engine_seconds = before + clock() - asked
                     num_tokens += len(block.token_ids)
                     self.pool.note_sampled(max(block.versions.distinct, default=0))
                     yield block
         except EngineDeadError as error:
-            state.engine_seconds = before + clock() - began
+            state.engine_seconds = before + clock() - asked
             self.drop_engine(slot.engine, error)
         finally:
             self.pool.end_call(slot, generation_id, num_tokens, clock() - began)

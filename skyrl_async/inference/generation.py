@@ -52,7 +52,7 @@ class GenerationState:
         self.engines: dict[str, None] = {}
         """Engines that were called, in order of their first call, as the client notes them."""
         self.engine_seconds = 0.0
-        """Seconds of its engine calls, likewise."""
+        """Seconds of its engine calls, and of waiting for an engine, likewise."""
         self.num_cached_tokens: int | None = None
         """Cached tokens of the first call's prompt: later prompts contain tokens of the answer. None before the first token."""
         self.call_id: str | None = None
