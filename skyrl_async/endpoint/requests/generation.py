@@ -16,14 +16,12 @@ from skyrl_async.columns import TokenIds, fields_of
 from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.parsing.answers import AnswerParts
 from skyrl_async.endpoint.parsing.output_parser import OutputParser, output_parser_of
+from skyrl_async.endpoint.sessions.message_key import RAW_PROMPT_ROLE
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
 from skyrl_async.inference.generation import joined
 from skyrl_async.rollout.sampler import Sampler
 from skyrl_async.types import Completion, CompletionDelta, FinishReason, Message, SamplingParams, ToolCall
-
-_PROMPT_ROLE = "prompt"
-"""Stands for a raw prompt in a session's tree, where no chat message can equal it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +156,11 @@ class Planned:
 
     def _sampling(self, index: int, parser: OutputParser) -> SamplingParams:
         sampling = self.request.sampling
+        max_tokens = min(sampling.max_tokens, self.room)
         return replace(
             sampling,
-            max_tokens=min(sampling.max_tokens, self.room),
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
             seed=None if sampling.seed is None else sampling.seed + index,
             skip_special_tokens=sampling.skip_special_tokens and not parser.keeps_special_tokens,
         )
@@ -231,7 +231,7 @@ def _reply(said: AnswerParts) -> Message:
 
 
 def _raw_prompt(token_ids: TokenIds) -> Message:
-    return {"role": _PROMPT_ROLE, "content": " ".join(map(str, token_ids.tolist()))}
+    return {"role": RAW_PROMPT_ROLE, "content": " ".join(map(str, token_ids.tolist()))}
 
 
 def chat_tool_call(call: ToolCall) -> dict[str, object]:

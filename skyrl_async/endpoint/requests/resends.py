@@ -121,6 +121,8 @@ class SessionRequests:
             commit()
             self._delivered(identity, shared)
 
+        if self._last is not None and self._last[0] == identity.name:
+            self._last = None  # from now on it is this one that would be resent
         shared = SharedRequest(produce, on_delivered=delivered, on_abandoned=partial(self._abandoned, identity))
         self._add(identity, shared)
         return shared

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_async.endpoint.sessions.message_key import MessageKey, text_of
+from skyrl_async.endpoint.sessions.message_key import RAW_PROMPT_ROLE, MessageKey, text_of
 from skyrl_async.types import Message
 
 SystemKey = tuple[MessageKey, ...]
@@ -96,7 +96,7 @@ class SideRequests:
             if one.is_quoted_in(new_keys, text):
                 del self._possible[one.index]
         added = _Reply(index=index, system=system, keys=reply_keys, lines=_own_lines(reply, text))
-        self._has_raw_prompts |= not messages
+        self._has_raw_prompts |= any(message.get("role") == RAW_PROMPT_ROLE for message in messages)
         if parent is not None:
             self._possible.pop(parent, None)
         if parent is not None or has_tools:

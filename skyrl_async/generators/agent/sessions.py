@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import GenerationError, OutageError, SessionClosedError, SessionNotFoundError, SkyRLAsyncError
+from skyrl_async.errors import (
+    GenerationError,
+    InvalidResultError,
+    OutageError,
+    SessionClosedError,
+    SessionNotFoundError,
+    SkyRLAsyncError,
+)
 from skyrl_async.rollout.group_state import from_json
 from skyrl_async.runtime.outages import Outages, Resending
 from skyrl_async.types import RowMessage, SamplingParams, Trajectory, TurnSpan
@@ -191,8 +198,9 @@ class AgentSession:
 
     async def _finish(self, reward: float, metrics: Mapping[str, float] | None, **how: Any) -> tuple[Trajectory, ...]:
         if self._trajectories is None:
-            finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
-            body = {"reward": reward, "metrics": finite, **how}
+            numbers = {name: _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
+            finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+            body = {"reward": _number("reward", reward), "metrics": finite, **how}
             self._trajectories = await self._ask("POST", "/finish", body, _rows, "training rows")
         return self._trajectories
 
@@ -265,6 +273,14 @@ def _refusal(response: httpx.Response) -> tuple[str, str]:
         return str(error["code"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
         return "", repr(response.text[:200])
+
+
+def _number(name: str, value: Any) -> float:
+    """A number of any kind, such as numpy's. Raises ``InvalidResultError``."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidResultError(f"{name} of a session must be a number, got {value!r}") from error
 
 
 def _rows(_root: str, found: Any) -> tuple[Trajectory, ...]:

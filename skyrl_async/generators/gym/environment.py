@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -197,7 +198,7 @@ class EnvironmentCalls:
         report("in environment get_metrics")
         get_metrics = getattr(self._environment, "get_metrics", None)
         found = await self._call(get_metrics) if get_metrics else {}
-        return {name: float(value) for name, value in (found or {}).items() if isinstance(value, (int, float))}
+        return {name: float(value) for name, value in (found or {}).items() if isinstance(value, Real | np.bool_)}
 
     def close(self) -> None:
         """Close the environment without waiting: after the call in flight, which cancellation cannot stop."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.config.schema.server import BranchPolicyName
+from skyrl_async.endpoint.sessions.message_key import RAW_PROMPT_ROLE
 from skyrl_async.endpoint.sessions.rows import rows as rows_of
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSettings
 from skyrl_async.endpoint.sessions.tree import Match, Turn, TurnTree
@@ -244,7 +245,10 @@ def test_a_title_that_repeats_its_prompt_does_not_count_as_quoted(policy: Policy
 def test_a_session_with_raw_prompts_has_no_side_requests(policy: Policy) -> None:
     ask_title(policy)
     policy.tree.commit(
-        Match(turn=None, num_messages=0), (), assistant("b"), completion((1, 2), tuple(range(2000, 2090)))
+        Match(turn=None, num_messages=0),
+        ({"role": RAW_PROMPT_ROLE, "content": "1 2"},),
+        assistant("b"),
+        completion((1, 2), tuple(range(2000, 2090))),
     )
     assert policy.tree.side_requests == ()
 

@@ -24,6 +24,7 @@ from tests.cpu.scripted_sampler import CONTROLLER_KEY, RENDERER, RUN_KEY
 from tests.cpu.session_endpoint import (
     PARSER,
     RETRY_HEADER,
+    TOOL,
     Endpoint,
     HeldSampler,
     OpenSession,
@@ -322,6 +323,30 @@ async def test_a_marked_resend_is_replayed_and_an_unmarked_one_sampled_anew(
     assert len({response.content for response in (first, again, other, late)}) == 4
     assert len(sampler.prompts) == len(rows) == 4
     assert "skyrl_async_replays_total 2.0" in metrics
+
+
+async def test_the_resend_of_a_request_that_failed_is_not_answered_with_the_reply_to_an_equal_one(
+    sampler: HeldSampler,
+) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        await session.post([user()])
+        sampler.failure = RuntimeError("it broke")
+        assert (await session.post([user()])).status_code == 500
+        sampler.failure = None
+        assert (await session.post([user()], retry=1)).status_code == 200
+        assert (await session.status())["num_turns"] == 2
+
+
+async def test_turns_with_raw_prompts_are_trained_beside_a_turn_with_tools(sampler: HeldSampler) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        for prompt in ("first", "second"):
+            await session.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 400})
+        await session.post([{"role": "system", "content": "another"}, user()], tools=[TOOL])
+        status, found = await session.status(), await session.finish()
+    assert (status["num_turns"], status["num_side_requests"]) == (3, 0)
+    assert all(any(row["loss_mask"]) for row in found) and len(found) == 3
 
 
 async def test_a_reply_lost_at_the_last_turn_of_a_cap_is_still_replayed(sampler: HeldSampler) -> None:

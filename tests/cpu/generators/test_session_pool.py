@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from starlette.responses import JSONResponse, Response
 
 from skyrl_async.endpoint.server.serve import start_server
-from skyrl_async.errors import GenerationError, OutageError, SessionNotFoundError
+from skyrl_async.errors import GenerationError, InvalidResultError, OutageError, SessionNotFoundError
 from skyrl_async.generators.agent.sessions import AgentSession, SessionPool
 from skyrl_async.runtime.outages import Outages
 from skyrl_async.types import SamplingParams, ToolCall
@@ -320,6 +321,9 @@ async def test_a_reward_must_be_finite_and_no_key_is_shown() -> None:
         said = rf"turn_rewards\[1\] of session {session.id} must be finite, got inf for token 1"
         with pytest.raises(ValueError, match=said):
             await session.finish(1.0, turn_rewards=(1.0, [0.0, math.inf]))
+        with pytest.raises(InvalidResultError, match=r"metrics\['tools'\] of a session must be a number, got 'two'"):
+            await session.finish(1.0, metrics={"tools": "two"})
+        await session.finish(np.float32(1.0), metrics={"tools": np.int64(2)})
         assert session.api_key not in repr(session)
 
 
