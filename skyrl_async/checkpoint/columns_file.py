@@ -34,6 +34,11 @@ class ColumnsWriter(AbstractContextManager["ColumnsWriter"]):
 
     def add(self, column: NDArray[Any]) -> dict[str, int]:
         """Write (T,) values of one of ``DTYPES``; returns the reference."""
+        if not isinstance(column, np.ndarray):
+            raise CheckpointError(
+                f"a group can be saved with numbers, text and columns only, got {column!r} of {type(column).__name__}: look at "
+                "the rewards, metrics and logs that the generator returns"
+            )
         if column.ndim != 1 or column.dtype.char not in DTYPES:
             raise CheckpointError(
                 f"a column must be (T,) of {', '.join(DTYPES.values())}, got {column.dtype} of shape {column.shape}"

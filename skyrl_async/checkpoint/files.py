@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from skyrl_async.checkpoint.columns_file import ColumnsWriter
 from skyrl_async.errors import CheckpointError
 from skyrl_async.weights.formats import crc32_of_file, sync
@@ -90,7 +92,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_json_list(path: Path, values: Iterable[Any], columns: ColumnsWriter) -> None:
     """``write_json`` of a list that is never there as a whole. Numpy columns in it go to the file of ``columns``."""
-    encoder = json.JSONEncoder(default=columns.add)
+    encoder = json.JSONEncoder(default=lambda v: v.item() if isinstance(v, np.generic) else columns.add(v))
     with path.open("w", encoding="ascii") as file:
         for i, value in enumerate(values):
             file.write(", " if i else "[")

@@ -105,8 +105,8 @@ def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None
             f"{place} needs env_class, a non-empty string, got {env_class!r}; or set task.env_class, or {_REWARDED_WITHOUT}"
         )
     uid = row.get("uid")
-    if uid is not None and not isinstance(uid, str | int):
-        raise DatasetError(f"{place} has the uid {uid!r}; a uid must be a string or an integer")
+    if uid is not None and (not isinstance(uid, str | int) or uid == ""):
+        raise DatasetError(f"{place} has the uid {uid!r}; a uid must be a non-empty string or an integer")
     extras = {column: value for column, value in row.items() if column not in _OWN_COLUMNS}
     extra_info = extras.get("extra_info")
     if isinstance(extra_info, Mapping):

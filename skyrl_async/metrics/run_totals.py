@@ -226,9 +226,9 @@ class RunTotals:
         cost = self.bound_cost.sentence(self.max_staleness_steps, self.training_seconds, self.steps_per_batch)
         if self.groups_over_bound:
             share = self.groups_over_bound / self.trained_groups
-            cost += (
-                f"; {share:.0%} of the groups passed it, the oldest by {self.staleness_max - self.max_staleness_steps}"
-            )
+            excess = self.staleness_max - self.max_staleness_steps
+            cost += f"; {share:.0%} of the groups passed it"
+            cost += f", the oldest by {excess}" if excess > 0 else ", which was smaller before the run was resumed"
         if self.masked_tokens:
             cost += f"; {self.masked_tokens / (self.trained_tokens + self.masked_tokens):.1%} of the tokens were masked"
         if self.requeued_groups:

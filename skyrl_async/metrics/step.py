@@ -199,7 +199,7 @@ class StepFigures:
     @property
     def why_untaken(self) -> str | None:
         """Why the policy has taken none of the batch's optimizer steps; None if it has taken one."""
-        if self.num_untaken_steps < self.num_steps:
+        if self.num_untaken_steps < max(1, self._num_taken):  # the data's end may leave fewer steps than a batch has
             return None
         if self.num_refused_steps:
             return "trainer.guard.min_ess refused the step"

@@ -81,8 +81,7 @@ class CollectedGroup:
             self.failure = error
             return
         by_sample = _by_sample(trajectories, asked)
-        if self._policy is not OnFailedSamples.train_rest:
-            by_sample = {index: rows for index, rows in by_sample.items() if rows and not rows[0].is_abandoned}
+        by_sample = {index: rows for index, rows in by_sample.items() if self._is_taken(rows)}
         if asked is self._request and len(by_sample) == len(asked.indices):
             self._complete = tuple(trajectories)
             return
@@ -98,7 +97,7 @@ class CollectedGroup:
         self.failure = failure
         for index in self.missing:
             rows = kept.get(index)
-            if rows is not None and all(math.isfinite(row.reward) for row in rows):
+            if rows is not None and self._is_taken(rows) and all(math.isfinite(row.reward) for row in rows):
                 self._rows[index] = tuple(replace(row, sample_index=index) for row in rows)
 
     def finish(self) -> RolloutResult:
@@ -110,7 +109,12 @@ class CollectedGroup:
         is_rest_trained = self._policy is OnFailedSamples.train_rest and not self._request.is_evaluation
         if self.missing and not (is_rest_trained and self._has_enough(rows)):
             raise self.failure
+        _require_tokens(rows, self._request)
         return RolloutResult(trajectories=rows, num_failed=len(self.missing), failure=self.failure)
+
+    def _is_taken(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether the sample is not to be tried again, though it may have been abandoned."""
+        return self._policy is OnFailedSamples.train_rest or (len(rows) > 0 and not rows[0].is_abandoned)
 
     def _has_enough(self, rows: Sequence[Trajectory]) -> bool:
         live = live_samples_of(rows)
@@ -132,15 +136,23 @@ def check_rows(trajectories: Sequence[Trajectory], request: GroupRequest) -> Non
         asked = f"in [0, {request.num_samples})" if is_whole else f"of {request.sample_indices}"
         found = f"a trajectory of sample_index {unknown} for {uid}, expected all of them {asked} or none set"
         _require(not unknown, found)
-    _require(
-        not is_whole or request.is_evaluation or any(row.num_sampled_tokens for row in trajectories),
-        f"no sampled token for {uid}: every loss mask is empty (as are those of turns sampled under a grammar, such as "
-        "tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)",
-    )
+    if is_whole:
+        _require_tokens(trajectories, request)
     for place, row in enumerate(trajectories):
         index = request.indices[place] if row.sample_index is None else row.sample_index
         found = f"the reward {row.reward} for sample {index} of {uid}, expected a finite number"
         _require(math.isfinite(row.reward), found)
+
+
+def _require_tokens(trajectories: Sequence[Trajectory], request: GroupRequest) -> None:
+    """Raise ``GenerationError`` for a group without a row, and unless it is an evaluation's for one of which nothing can be trained."""
+    uid = request.prompt.uid
+    _require(len(trajectories) > 0, f"no trajectory for {uid}")
+    _require(
+        request.is_evaluation or any(row.num_sampled_tokens for row in trajectories),
+        f"no sampled token for {uid}: every loss mask is empty (as are those of turns sampled under a grammar, such as "
+        "tool_choice=required, unless trainer.algorithm.policy_loss_type is decoupled_ppo or rollout_is)",
+    )
 
 
 def _require(is_so: bool, returned: str) -> None:
@@ -189,7 +201,8 @@ class FailureWatch:
         if self._last is None or is_fine:
             return
         uid, error = self._last
-        raise GenerationError(
-            f"{num_failed:.4g} of the last {num_recent} groups failed, more than generator.max_failed_fraction={self._limit:g}; "
-            f"the last one ({uid}): {type(error).__name__}: {error}"
-        ) from error
+        what = f"all of the {num_recent} groups failed"
+        if num_failed > self._limit * num_counted:
+            limit = f"more than generator.max_failed_fraction={self._limit:g}"
+            what = f"{num_failed:.4g} of the last {num_recent} groups failed, {limit}"
+        raise GenerationError(f"{what}; the last one ({uid}): {type(error).__name__}: {error}") from error

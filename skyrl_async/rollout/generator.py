@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from skyrl_async.errors import ENDS_RUN
+from skyrl_async.errors import ENDS_RUN, GenerationError
 from skyrl_async.rollout.group_state import SampleStates
 from skyrl_async.rollout.sampler import record_tokens
 from skyrl_async.runtime.progress import GroupProgress
@@ -116,6 +116,9 @@ async def run_samples(
                 results[index] = await run(index)
         except ENDS_RUN:
             raise
+        except SystemExit as error:  # else the process would end here, and say that all is well
+            failures[index] = GenerationError(f"sample {index} of {request.prompt.uid} called sys.exit({error.code!r})")
+            states.forget([index])
         except Exception as error:  # a sample may fail in any way: raised once the others are done
             failures[index] = error
             states.forget([index])

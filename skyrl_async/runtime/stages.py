@@ -279,11 +279,11 @@ class Lane:
         self._is_counted = is_counted
 
     @contextmanager
-    def processing(self, item: str) -> Iterator[None]:
+    def processing(self, item: str, *, is_counted: bool = True) -> Iterator[None]:
         """Work on an item inside, and wait for the next one after that; an error leaves the lane at the item."""
         if self.state is _S.IDLE:
             self.wait_for_input()
-        self.process(item)
+        self.process(item, is_counted=is_counted)
         yield
         self.wait_for_input()
 

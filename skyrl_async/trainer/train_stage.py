@@ -173,7 +173,7 @@ class TrainStage:
 
     async def _train_group(self, lane: Lane, group: Group, figures: StepFigures, *, is_again: bool = False) -> None:
         await self._lease_devices(figures)
-        with lane.processing(group.uid):
+        with lane.processing(group.uid, is_counted=not is_again):
             await self._add_gradients(group, figures, is_again=is_again)
 
     async def _step_within_batch(self, lane: Lane, figures: StepFigures, stepping: AsyncExitStack) -> None:

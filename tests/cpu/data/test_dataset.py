@@ -76,6 +76,7 @@ def test_two_rows_with_one_uid_are_named_with_both_lines(tmp_path: Path) -> None
         ({"prompt": [{"role": "user"}], "env_class": "relay"}, r"line 2 has in prompt .* must have a content"),
         ({"prompt": "x"}, r"line 2 needs env_class.*task\.env_class.*generator\.reward.*task\.reward"),
         ({"prompt": "x", "env_class": "relay", "uid": [1]}, r"line 2 has the uid \[1\]"),
+        ({"prompt": "x", "env_class": "relay", "uid": ""}, r"line 2 has the uid ''; a uid must be a non-empty string"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, row: Any, message: str) -> None:

@@ -20,7 +20,7 @@ from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
 from skyrl_async.generators.gym.environment import CallThreads
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
-from skyrl_async.rollout.failed_samples import RolloutResult
+from skyrl_async.rollout.failed_samples import FailureWatch, RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -62,7 +62,7 @@ def request(num_samples: int = 4, *, is_evaluation: bool = False) -> GroupReques
     )
 
 
-OK, FAIL, HANG = "ok", "fail", "hang"
+OK, FAIL, HANG, EXIT, EMPTY, ABANDON = "ok", "fail", "hang", "exit", "empty", "abandon"
 
 
 @dataclass
@@ -88,7 +88,11 @@ class Scripted:
             await asyncio.Event().wait()
         if outcome == FAIL:
             raise ValueError(f"sample {index} broke")
-        return row(reward=float(index))
+        if outcome == EXIT:
+            sys.exit(3)
+        if outcome == EMPTY:
+            return replace(row(), loss_mask=(False, False))
+        return row(reward=float(index), is_abandoned=outcome == ABANDON)
 
 
 class Unaware(Scripted):
@@ -129,6 +133,29 @@ def test_only_failed_samples_are_generated_again() -> None:
     assert (rewards(rollout), rollout.num_failed) == ([0, 1, 2, 3], 0)
     assert generator.asked == [(0, 1, 2, 3), (1, 2), (1,)]
     assert [row.sample_index for row in rollout.trajectories] == [0, 1, 2, 3]
+
+
+def test_a_sample_that_calls_sys_exit_loses_only_itself() -> None:
+    generator = Scripted({1: [EXIT]})
+    assert rewards(run(generator)) == [0, 1, 2, 3] and generator.asked == [(0, 1, 2, 3), (1,)]
+    with pytest.raises(GenerationError, match=r"sample 1 of p called sys.exit\(3\)"):
+        run(Scripted({1: [EXIT] * 9}))
+
+
+@pytest.mark.parametrize("first", [FAIL, EMPTY], ids=["in two tries", "in one try"])
+def test_a_group_in_which_nothing_was_sampled_fails(first: str) -> None:
+    script = {index: [EMPTY] * 9 for index in range(4)} | {1: [first] + [EMPTY] * 9}
+    with pytest.raises(GenerationError, match="no sampled token for p: every loss mask is empty"):
+        run(Scripted(script), TRAIN_REST)
+
+
+@pytest.mark.parametrize(("policy", "asked"), [(FILL, [(0, 1, 2, 3), (0, 1)]), (TRAIN_REST, [(0, 1, 2, 3), (1,)])])
+def test_a_sample_that_is_abandoned_beside_one_that_fails_is_tried_again_where_groups_are_filled(
+    policy: OnFailedSamples, asked: list[tuple[int, ...]]
+) -> None:
+    generator = Scripted({0: [ABANDON], 1: [FAIL]})
+    run(generator, policy)
+    assert generator.asked == asked
 
 
 def test_a_sample_that_hangs_loses_only_itself_to_the_deadline() -> None:
@@ -477,6 +504,16 @@ def test_contract_8_lost_samples_count_by_their_share_towards_the_limit_of_failu
         GenerationError, match=r"more than generator.max_failed_fraction=0.05; .* this sample never works"
     ):
         simulate(replace(RUN, group_size=4, max_failed_fraction=0.05), LosesSamples)
+
+
+def test_a_run_of_which_every_group_failed_is_an_error_whatever_the_limit() -> None:
+    watch = FailureWatch(1.0)
+    for number in range(3):
+        watch.count(f"p{number}", ValueError("it broke"))
+    with pytest.raises(
+        GenerationError, match=r"^all of the 3 groups failed; the last one \(p2\): ValueError: it broke"
+    ):
+        watch.raise_if_too_many(has_ended=True)
 
 
 def test_the_same_losses_fail_whole_groups_where_they_have_to_be_full() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.columns_file import ColumnsWriter, read_columns, with_columns
 from skyrl_async.checkpoint.files import write_json_list
-from skyrl_async.errors import EngineDeadError, GenerationError
+from skyrl_async.errors import CheckpointError, EngineDeadError, GenerationError
 from skyrl_async.generators.gym.episode_state import EpisodeState
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.inference.client import InferenceEngineClient
@@ -171,6 +171,12 @@ def test_aborts_that_blocks_have_told_are_counted_once_in_what_the_engine_holds(
     state.set_engine_output({state.call_id or "": sampled(range(5))})
     partial = state.partial_output()
     assert (len(partial.token_ids), partial.num_aborts) == ((5, 2) if num_calls == 1 else (8, 5))
+
+
+def test_numbers_of_any_kind_are_saved_and_what_cannot_be_is_named() -> None:
+    assert read_back({"reward": np.float32(0.5), "turns": np.int64(2)}) == {"reward": 0.5, "turns": 2}
+    with pytest.raises(CheckpointError, match="numbers, text and columns only, got .1. of set: look at the rewards"):
+        read_back({"logs": {1}})
 
 
 def test_a_checkpoint_of_a_generation_that_goes_on_after_an_abort_has_the_abort() -> None:

@@ -123,7 +123,7 @@ def test_contract_7_a_killed_run_trains_the_batch_again_that_it_was_in(
 def test_one_step_of_a_batch_is_refused_by_its_own_sample_size_and_counted_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> tuple[list[float], list[float]]:
+    async def main() -> tuple[list[float], list[float], float]:
         settings = SimulationSettings(
             mini_batch_size=2, train_batch_size=4, update_epochs_per_batch=2, max_staleness_steps=7, num_steps=8
         )
@@ -143,10 +143,13 @@ def test_one_step_of_a_batch_is_refused_by_its_own_sample_size_and_counted_and_n
         policy.forward_backward, policy.step = weighing, noting  # type: ignore[method-assign]
         simulation.trainer._train_stage._guard = Guard(min_ess=0.5)
         await simulation.trainer.run()
-        return scales, [values["policy/lr_scale"] for _, values in simulation.logged if "policy/lr_scale" in values]
+        logged = [values for _, values in simulation.logged if "policy/lr_scale" in values]
+        num_groups = sum(values["stage/train/items"] for values in logged)
+        return scales, [values["policy/lr_scale"] for values in logged], num_groups
 
-    scales, logged = run_in_virtual_time(main())
+    scales, logged, num_groups = run_in_virtual_time(main())
     assert scales == [1, 1, 0, 1, 1, 1, 1, 1] and logged == [0, 1]
+    assert num_groups == 8, "each is counted once, in whichever passes"
     assert "step 3 is refused" in caplog.text
 
 
