@@ -20,7 +20,7 @@ from skyrl_async.errors import DeadlineError, GenerationError, NoEngineError
 from skyrl_async.generators.agent.reward import AgentEpisode, FunctionReward
 from skyrl_async.generators.gym.environment import CallThreads
 from skyrl_async.generators.gym.generator import GymGenerator, derive_seed
-from skyrl_async.rollout.failed_samples import FailureWatch, RolloutResult
+from skyrl_async.rollout.failed_samples import RolloutResult
 from skyrl_async.rollout.generator import Generator, GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.retrier import RolloutRetrier
 from skyrl_async.runtime.daemon_threads import DaemonThreads
@@ -504,16 +504,6 @@ def test_contract_8_lost_samples_count_by_their_share_towards_the_limit_of_failu
         GenerationError, match=r"more than generator.max_failed_fraction=0.05; .* this sample never works"
     ):
         simulate(replace(RUN, group_size=4, max_failed_fraction=0.05), LosesSamples)
-
-
-def test_a_run_of_which_every_group_failed_is_an_error_whatever_the_limit() -> None:
-    watch = FailureWatch(1.0)
-    for number in range(3):
-        watch.count(f"p{number}", ValueError("it broke"))
-    with pytest.raises(
-        GenerationError, match=r"^all of the 3 groups failed; the last one \(p2\): ValueError: it broke"
-    ):
-        watch.raise_if_too_many(has_ended=True)
 
 
 def test_the_same_losses_fail_whole_groups_where_they_have_to_be_full() -> None:
