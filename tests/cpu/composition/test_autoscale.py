@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_async.composition.autoscale import Steps, follow, planned, wish
+from skyrl_async.composition.autoscale import Plan, Steps, follow, planned, wish
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import Autoscale, EngineConfig
 from skyrl_async.errors import ConfigError, EngineStartError
@@ -62,13 +62,9 @@ class FakeFleet:
         return rows + [{"name": name, "serving": None, "state": "starting"} for name in self.starting]
 
 
-def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **settings: Any) -> list[tuple[float, str]]:
-    """What happens to the fleet where so many engines take so many seconds."""
-    settings = {"num_engines": len(fleet.names)} | settings
+def follow_until(until: float, fleet: FakeFleet, plan: Plan, **settings: Any) -> list[tuple[float, str]]:
+    """What happens to the fleet by then, with a plan every 10 s."""
     config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, **settings)
-
-    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
-        return {number: (seconds[number], 0.0) for number in numbers}
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
@@ -77,6 +73,15 @@ def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **set
 
     run_in_virtual_time(main())
     return fleet.log
+
+
+def followed(fleet: FakeFleet, seconds: dict[int, float], *, until: float, **settings: Any) -> list[tuple[float, str]]:
+    """The same where so many engines take so many seconds."""
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        return {number: (seconds[number], 0.0) for number in numbers}
+
+    return follow_until(until, fleet, plan, **{"num_engines": len(fleet.names)} | settings)
 
 
 SATURATING = {1: 4.0, 2: 2.0, 3: 1.4, 4: 1.35, 5: 1.35}
@@ -112,13 +117,7 @@ def test_without_a_maximum_it_goes_back_up_to_as_many_engines_as_it_began_with()
         has_enough = asyncio.get_running_loop().time() < 30  # then answers get longer
         return {number: (1.0 if has_enough else 4.0 / number, 0.0) for number in numbers}
 
-    async def main() -> None:
-        config = EngineConfig(num_engines=2, autoscale=Autoscale.plan, autoscale_interval_s=10.0)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(100.0):
-                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
-
-    run_in_virtual_time(main())
+    follow_until(100.0, fleet, plan, num_engines=2)
     assert fleet.log == [(20.0, "remove engine-1"), (40.0, "add")]
 
 
@@ -134,13 +133,7 @@ def test_what_was_planned_while_somebody_else_added_an_engine_is_dropped(boots: 
             await fleet.add_engine()
         return {number: (SATURATING[number], 0.0) for number in numbers}
 
-    async def main() -> None:
-        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, max_engines=2)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(60.0):
-                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
-
-    run_in_virtual_time(main())
+    follow_until(60.0, fleet, plan, max_engines=2)
     assert fleet.log == ([] if boots else [(20.0, "add")])
     assert len(asked) == (2 if boots else 5), "nothing is planned while an engine boots"
 
@@ -169,13 +162,7 @@ def test_an_engine_of_which_the_plan_promises_too_much_is_added_ever_more_rarely
     async def plan(run_dir: Path, numbers: list[int]) -> Steps:
         return {number: (0.8 if number > len(fleet.names) else 1.0, 0.0) for number in numbers}
 
-    async def main() -> None:
-        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0, max_engines=2)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(210.0):
-                await follow(Path("run"), fleet, config, plan)  # type: ignore[arg-type]
-
-    run_in_virtual_time(main())
+    follow_until(210.0, fleet, plan, max_engines=2)
     assert [time for time, what in fleet.log if what == "add"] == [20.0, 80.0, 180.0]
 
 
@@ -194,13 +181,7 @@ def test_a_plan_that_raises_what_nobody_expects_is_asked_again() -> None:
         asked.append(asyncio.get_running_loop().time())
         raise OSError("no process")
 
-    async def main() -> None:
-        config = EngineConfig(autoscale=Autoscale.plan, autoscale_interval_s=10.0)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(35.0):
-                await follow(Path("run"), FakeFleet(1), config, plan)  # type: ignore[arg-type]
-
-    run_in_virtual_time(main())
+    follow_until(35.0, FakeFleet(1), plan)
     assert asked == [10.0, 20.0, 30.0]
 
 
