@@ -59,8 +59,8 @@ class RecordsSamples(Protocol):
     def num_rows(self) -> int:
         """Rows recorded so far, over all resumptions: part of a checkpoint."""
 
-    def restore(self, num_rows: int) -> None:
-        """Continue after the first ``num_rows`` rows: those of a checkpoint."""
+    def restore(self, num_rows: int, evaluated_version: int) -> None:
+        """Continue after a checkpoint's ``num_rows`` rows and, of evaluations, after those up to ``evaluated_version``."""
 
     def add(self, ended: EndedGroup) -> None:
         """Record a group. Never waits."""
@@ -78,7 +78,7 @@ class CountsSamples:
     def __init__(self) -> None:
         self.num_rows = 0
 
-    def restore(self, num_rows: int) -> None:
+    def restore(self, num_rows: int, evaluated_version: int) -> None:
         self.num_rows = num_rows
 
     def add(self, ended: EndedGroup) -> None:

@@ -65,6 +65,13 @@ class SamplesFile:
     def num_bytes(self) -> int:
         return self.path.stat().st_size
 
+    @property
+    def num_rows(self) -> int:
+        import pyarrow.parquet as pq
+
+        with _reading(self.path):
+            return int(pq.read_metadata(self.path).num_rows)
+
 
 def file_of(directory: Path, first: int, end: int, kind: str = "") -> SamplesFile:
     """The file for these rows."""
@@ -261,27 +268,55 @@ def without_texts(file: SamplesFile) -> SamplesFile:
     return figures
 
 
-def cut(directory: Path, num_rows: int) -> list[SamplesFile]:
-    """Keep the first ``num_rows`` rows, and nothing that a killed run left half done; returns the files."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The rows that a resumed run keeps."""
+
+    num_rows: int = 0
+    """Rows of training, by their numbers."""
+    evaluated_version: int = -1
+    """Rows of evaluations, up to the one of this policy version. The others are evaluated again."""
+
+    def numbers_in(self, file: SamplesFile) -> "pa.Array":
+        """Numbers of the rows that are kept."""
+        import pyarrow.compute as pc
+
+        (table,) = _tables([file], ["row", "step", "admission_index"])
+        is_evaluated = pc.less_equal(table["step"], self.evaluated_version)
+        is_trained = pc.less(table["row"], self.num_rows)
+        is_kept = pc.if_else(pc.is_null(table["admission_index"]), is_evaluated, is_trained)
+        return table["row"].filter(is_kept).combine_chunks()
+
+    def end_in(self, directory: Path) -> int:
+        """The number after the last row that is kept."""
+        ends = (numbers[-1].as_py() + 1 for file in files_in(directory) if len(numbers := self.numbers_in(file)))
+        return max((self.num_rows, *ends))
+
+
+def cut(directory: Path, known: Known) -> list[SamplesFile]:
+    """Keep the known rows, and nothing that a killed run left half done; returns the files."""
     import pyarrow.compute as pc
 
     if not directory.is_dir():
         return []
     for left in directory.glob(f"*{_WRITING}"):
         left.unlink()
-    for file in files_in(directory):
-        if file.first < num_rows < file.end:
-            kept = file_of(directory, file.first, num_rows, file.kind)
-            # By their numbers: rows may have been left out.
-            _replace([file], kept, lambda table: table.filter(pc.field("row") < num_rows))
-    kept_files = [file for file in files_in(directory) if file.end <= num_rows]
-    for path in set(directory.glob("*.parquet")) - {file.path for file in kept_files}:
+    files = files_in(directory)
+    for path in set(directory.glob("*.parquet")) - {file.path for file in files}:
         if _NAME.fullmatch(path.name):
             path.unlink()
-    return kept_files
+    for file in files:
+        numbers = known.numbers_in(file)
+        if not len(numbers):
+            file.path.unlink()
+        elif len(numbers) < file.num_rows:
+            kept = file_of(directory, file.first, numbers[-1].as_py() + 1, file.kind)
+            _replace([file], kept, lambda table, numbers=numbers: table.filter(pc.field("row").isin(numbers)))
+    return files_in(directory)
 
 
 def _replace(files: Sequence[SamplesFile], new: SamplesFile, change: Callable[["pa.Table"], "pa.Table"]) -> None:
     write(new, map(change, _tables(files)))
     for file in files:
-        os.unlink(file.path)
+        if file != new:
+            os.unlink(file.path)

@@ -2,7 +2,8 @@
 
     groups at their end ──add──> in memory ──a thread, at the end of a step──> samples/*.parquet ──many or large──> joined, thinned
 
-A checkpoint holds the number of rows and is written after them, so that a resumed run has each row once, wherever the run was killed.
+A checkpoint holds the number of rows and is written after them, and the metrics hold an evaluation once its rows are written, so that a
+resumed run has each row once, wherever the run was killed.
 """
 
 import logging
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from skyrl_async.columns import is_repeated
 from skyrl_async.record.ended import EndedGroup
-from skyrl_async.record.files import SamplesFile, cut, file_of, join, without_texts, write
+from skyrl_async.record.files import Known, SamplesFile, cut, file_of, join, without_texts, write
 from skyrl_async.record.table import ROW_COLUMNS, TurnsOf, table_of
 from skyrl_async.runtime.disk_writer import DiskWriter
 
@@ -70,15 +71,20 @@ class SampleRecord:
         self._seen: Counter[tuple[int, str]] = Counter()
         """(step, outcome) -> groups, of the newest steps."""
         self._files: list[SamplesFile] | None = None
-        """None before the first write, which cuts what a checkpoint does not know."""
+        """None before the first write, which deletes what is not known."""
+        self._known = Known()
         self._said: set[str] = set()
 
-    def restore(self, num_rows: int) -> None:
-        """Continue after the first ``num_rows`` rows; later ones are deleted by the first write, or ``begin``."""
-        self.num_rows = num_rows
+    def restore(self, num_rows: int, evaluated_version: int) -> None:
+        """Continue after the rows that a checkpoint and the metrics know; the others are deleted by the first write, or ``begin``.
+
+        Raises ``CheckpointError`` for a file that cannot be read.
+        """
+        self._known = Known(num_rows=num_rows, evaluated_version=evaluated_version)
+        self.num_rows = self._known.end_in(self._directory)
 
     def begin(self) -> None:
-        """Delete what a checkpoint does not know. Until then the files stay as they were."""
+        """Delete what neither a checkpoint nor the metrics know. Until then the files stay as they were."""
         self.end_step()
 
     def add(self, ended: EndedGroup) -> None:
@@ -105,7 +111,7 @@ class SampleRecord:
 
     def _write(self, taken: list[_Waiting]) -> None:
         if self._files is None:
-            self._files = cut(self._directory, taken[0][0] if taken else self.num_rows)
+            self._files = cut(self._directory, self._known)
         if taken:
             part = file_of(self._directory, taken[0][0], taken[-1][0] + taken[-1][1].num_rows, ".part")
             write(part, (table_of(piece, self._turns_of) for piece in _pieces(taken)))

@@ -71,7 +71,7 @@ class SampleStates:
         self._live: dict[int, Callable[[], SampleState | None]] = {}
         self._finished: dict[int, SampleState] = {}
         self.failed: dict[int, tuple[Trajectory, ...]] = {}
-        """What failed samples had sampled, for the record: of the newest try that tells."""
+        """What failed samples had sampled, for the record: of the newest try in which they sampled something, or of the last one."""
         self._counts.restarted_trajectories += num_samples - len(self._saved)
         self._counts.lost_tokens += sum(sample.num_tokens for i, sample in saved.items() if i not in self._saved)
 
@@ -110,6 +110,8 @@ class SampleStates:
 
     def fail(self, index: int, rows: Sequence[Trajectory], why: str) -> None:
         """Keep for the record what a sample had sampled when it failed; none of it is trained. Part of no checkpoint."""
+        if index in self.failed and not any(len(row.response_token_ids) for row in rows):
+            return
         self.failed[index] = tuple(
             replace(
                 row,

@@ -152,9 +152,7 @@ class FullyAsyncTrainer:
             evaluated_versions: versions whose evaluations are on record, also later ones than the checkpoint's. An evaluation that
                 was due and is not on record is done next.
         """
-        await self._saver.restore(checkpoint)
-        known = (version for version in evaluated_versions if version <= self.trained_version)
-        self.totals.evaluated_version = max([self.totals.evaluated_version, *known])
+        await self._saver.restore(checkpoint, evaluated_versions)
 
     async def run(self) -> None:
         """Publish, evaluate, train to the end, evaluate again.

@@ -5,7 +5,7 @@ Knows neither files nor when a checkpoint is due.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,10 +48,11 @@ class RunSaver:
         """Checkpoints that could not be written."""
         return self.checkpointer.num_failures if self.checkpointer is not None else 0
 
-    async def restore(self, checkpoint: Path) -> None:
+    async def restore(self, checkpoint: Path, evaluated_versions: Collection[int]) -> None:
         """Restore every part as it was when the checkpoint was taken. Raises ``CheckpointError``.
 
-        Groups that no longer fit, because the mini-batch size or the staleness bound has changed, are drawn again.
+        Groups that no longer fit, because the mini-batch size or the staleness bound has changed, are drawn again. The newest of the
+        ``evaluated_versions`` up to the checkpoint's counts as evaluated, though the checkpoint may be older than the evaluation.
         """
         reading = DaemonThreads("checkpoint")  # no exit waits for a disk that hangs
         state = await asyncio.get_running_loop().run_in_executor(reading, read_state, checkpoint)
@@ -65,9 +66,12 @@ class RunSaver:
         await self.policy.load(checkpoint / "policy")
         if self.critic is not None:
             await self.critic.load(checkpoint / "critic")
-        self.run.recorder.record.restore(state.num_recorded)
         await self.run.dataloader.load_state_from_checkpoint(state.dataloader)
         self.run.recorder.totals = totals = RunTotals(**state.totals)
+        known = (version for version in evaluated_versions if version <= state.step)
+        totals.evaluated_version = max([totals.evaluated_version, *known])
+        has_evaluated = totals.evaluated_version > 0 or totals.reward_before is not None
+        self.run.recorder.record.restore(state.num_recorded, totals.evaluated_version if has_evaluated else -1)
         self.step_advantages.restore(state.kl_coef, state.prompt_rewards)
         self.run.dataloader.check_running([(group.epoch, group.uid) for group in state.running])
         admissions = await self.run.staleness.load_state_from_checkpoint(

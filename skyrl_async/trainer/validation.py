@@ -277,6 +277,7 @@ class Validation:
                 )
         if result is None:
             return None
+        await self._run.recorder.record.flush()  # a resumed run takes figures for a sign that the samples are there
         step = max(step, result.versions[0])  # engines may have served one that the run had not acknowledged
         self._run.recorder.totals.evaluation_tokens += result.num_tokens
         self._run.recorder.totals.evaluated_version = step

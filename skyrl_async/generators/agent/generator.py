@@ -63,7 +63,7 @@ _UNSAMPLED = Trajectory(
     reward=0.0,
     num_turns=0,
 )
-"""Stands for a failed sample without rows in an evaluation."""
+"""The row of a failed sample for which nothing was sampled."""
 _UNSAFE = re.compile(r"[^\w.-]")
 """Characters of a uid that are replaced in a directory's name."""
 
@@ -90,8 +90,7 @@ class AgentGenerator:
 
     If no sample works from the start on, for a reason that is not the policy's, ``AgentsFailedError`` ends the run.
 
-    Rows carry their ``sample_index``. A sample may have several rows (a rewritten history) or none (nothing was sampled). In an
-    evaluation it has at least one, possibly empty.
+    Rows carry their ``sample_index``. A sample may have several rows (a rewritten history), or one without tokens (nothing was sampled).
     """
 
     pool: SessionPool
@@ -173,15 +172,14 @@ class AgentGenerator:
                     ) as session:
                         sample = await self._run_in(session, request, index, working_dir)
                 except SessionError as error:
-                    sample = _Sample(rows=(), failure=Failure(message=f"its session was lost: {error}"))
+                    failure = Failure(message=f"its session was lost: {error}")
+                    sample = _failed(request, index, (), failure, _of_failure(failure), {})
         self._count(label, sample)
         if sample.failure and outages.met_since(num_over):
             raise OutageError(f"agent {label} failed in an outage: {sample.failure.message}")
         self._first_samples.count(
             label, sample.failure.message if sample.failure and sample.failure.is_mistake else None
         )
-        if request.is_evaluation and not sample.rows:
-            return replace(sample, rows=(replace(_UNSAMPLED, sample_index=index),))
         return sample
 
     def _count(self, label: str, sample: _Sample) -> None:
@@ -216,15 +214,13 @@ class AgentGenerator:
                 "agent %s-%d was cut short, and is rewarded for what it did: %s", task.uid, index, episode.failure
             )
         metrics |= {
-            "agent/failed": float(failure is not None),
-            "agent/timeouts": float(failure is not None and failure.is_timeout),
+            **_of_failure(failure),
             "agent/cut_short": float(episode.failure is not None and failure is None),
             "agent/side_requests": float(status.get("num_side_requests", 0)),
             "agent/side_tokens": float(status.get("num_side_tokens", 0)),
             **result.metrics,
         }
         logs = {name: text[-_MAX_LOG_CHARS:] for name, text in result.logs.items()}
-        logs |= {"failure": failure.message} if failure else {}
         reward = EpisodeReward(reward=0.0)
         if not failure:
             try:
@@ -252,10 +248,9 @@ class AgentGenerator:
                 report_engine(engine)
             if len(engines) == 1:
                 self.on_call(engines[0], num_tokens, seconds)
-        rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
         if failure:
-            request.sample_states.fail(index, rows, failure.message)
-        return _Sample(rows=rows, failure=failure)
+            return _failed(request, index, rows, failure, metrics, logs)
+        return _Sample(rows=tuple(replace(row, sample_index=index, logs=logs) for row in rows), failure=None)
 
     async def _run_harness(self, task: AgentTask) -> AgentResult | Failure:
         try:
@@ -298,6 +293,29 @@ class AgentGenerator:
             self._counts["running"] -= 1
             if not is_kept:
                 self._deleting.submit(rmtree, directory, ignore_errors=True)
+
+
+def _of_failure(failure: Failure | None) -> dict[str, float]:
+    return {
+        "agent/failed": float(failure is not None),
+        "agent/timeouts": float(failure is not None and failure.is_timeout),
+    }
+
+
+def _failed(
+    request: GroupRequest,
+    index: int,
+    rows: Sequence[Trajectory],
+    failure: Failure,
+    metrics: dict[str, float],
+    logs: dict[str, str],
+) -> _Sample:
+    """A failed sample. It has a row without tokens if nothing was sampled, so that it is counted and recorded like any other."""
+    rows = rows or (replace(_UNSAMPLED, is_abandoned=not request.is_evaluation, metrics=metrics),)
+    logs = {**logs, "failure": failure.message}
+    rows = tuple(replace(row, sample_index=index, logs=logs) for row in rows)
+    request.sample_states.fail(index, rows, failure.message)
+    return _Sample(rows=rows, failure=failure)
 
 
 def _engine_calls(rows: Sequence[Trajectory]) -> Iterator[tuple[tuple[str, ...], int, float]]:

@@ -298,14 +298,21 @@ async def test_a_timeout_of_the_harness_itself_is_not_the_deadline_s() -> None:
         assert rows[0].is_abandoned and rows[0].metrics["agent/timeouts"] == 0.0
 
 
-async def test_a_harness_that_never_asks_the_model_has_failed_and_leaves_no_row() -> None:
+async def test_a_harness_that_never_asks_the_model_has_failed_and_leaves_a_row_without_tokens() -> None:
     async def ask_unless_first(task: AgentTask) -> float:
         if task.sample_index:
             await ask(task)
         return 1.0
 
     async with stand_in(echo) as endpoint, agents(endpoint, ask_unless_first) as generator:
-        assert set(by_sample(await generator.generate(request(3)))) == {1, 2}
+        asked = request(3)
+        rows = by_sample(await generator.generate(asked))
+        assert [(rows[i].is_abandoned, rows[i].num_tokens > 0) for i in range(3)] == [
+            (True, False),
+            *[(False, True)] * 2,
+        ]
+        assert rows[0].metrics["agent/failed"] == 1.0 and "without a turn" in rows[0].logs["failure"]
+        assert asked.sample_states.failed[0] == (rows[0],)
         with pytest.raises(
             GenerationError, match=r"no request came with its key \(does it use .*: it ended without a turn"
         ):
@@ -714,7 +721,9 @@ async def test_a_session_that_is_lost_fails_its_sample_only() -> None:
                 endpoint.sessions[task.api_key.removeprefix("sk-")].is_deleted = True
 
         async with agents(endpoint, lose) as generator:
-            assert set(by_sample(await generator.generate(request(3)))) == {1, 2}
+            rows = by_sample(await generator.generate(request(3)))
+            assert [rows[i].is_abandoned for i in range(3)] == [True, False, False]
+            assert rows[0].metrics["agent/failed"] == 1.0 and "its session was lost" in rows[0].logs["failure"]
             assert generator.statistics()["failed"] == 1.0
 
 

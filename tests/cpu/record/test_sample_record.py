@@ -252,26 +252,33 @@ def test_figures_outlast_texts_where_the_parts_alone_or_one_file_exceed_the_limi
     assert len(rows) == 4 and rows[-1]["logprobs"] is None
 
 
-@given(kept=st.integers(0, 12), num_after=st.integers(0, 3))
-def test_a_resumed_run_goes_on_after_the_rows_of_its_checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, kept: int, num_after: int
+@given(num_known=st.integers(0, 18), evaluated=st.integers(-1, 6), num_after=st.integers(0, 3), is_joined=st.booleans())
+def test_a_resumed_run_keeps_the_rows_of_its_checkpoint_and_of_the_evaluations_that_ended(
+    tmp_path_factory: pytest.TempPathFactory, num_known: int, evaluated: int, num_after: int, is_joined: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     record = SampleRecord(run_dir / DIRECTORY)
+    expected: list[tuple[str, int]] = []
     for step in range(6):
         record.add(ended(f"p{step}", step, Outcome.TRAINED, row(), row()))
-        asyncio.run(record.flush())
+        record.add(ended(f"e{step}", step, Outcome.HELD_OUT))
+        expected += [(f"p{step}", number) for number in (3 * step, 3 * step + 1) if number < num_known]
+        expected += [(f"e{step}", 3 * step + 2)] * (step <= evaluated)
+        if not is_joined:
+            asyncio.run(record.flush())
     record.close()
     SampleRecord(run_dir / DIRECTORY).close()
     again = SampleRecord(run_dir / DIRECTORY)
-    again.restore(kept)
-    assert read_samples(run_dir).num_rows == 12, "until it begins"
+    again.restore(num_known, evaluated)
+    assert read_samples(run_dir).num_rows == 18, "until it begins"
     again.begin()
     for number in range(num_after):
         again.add(ended(f"q{number}", 9))
     again.close()
-    uids = read_samples(run_dir)["uid"].to_pylist()
-    assert uids == [f"p{i // 2}" for i in range(kept)] + [f"q{number}" for number in range(num_after)]
+    begin = max([num_known, *(number + 1 for _, number in expected)])
+    expected += [(f"q{number}", begin + number) for number in range(num_after)]
+    found = read_samples(run_dir)
+    assert [*zip(found["uid"].to_pylist(), found["row"].to_pylist(), strict=True)] == expected
 
 
 def test_a_record_that_lacks_rows_is_cut_at_the_same_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +291,7 @@ def test_a_record_that_lacks_rows_is_cut_at_the_same_sample(tmp_path: Path, monk
     record.close()
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0", "p2"]
     again = SampleRecord(tmp_path / DIRECTORY)
-    again.restore(2)
+    again.restore(2, -1)
     again.begin()
     again.close()
     assert read_samples(tmp_path)["uid"].to_pylist() == ["p0"]
@@ -497,7 +504,7 @@ def test_kill_9_leaves_whole_files_and_every_row_that_was_flushed(tmp_path: Path
     steps = read_samples(tmp_path)["step"].to_pylist()
     assert steps[: last + 1] == list(range(last + 1)) and len(steps) <= last + 2
     again = SampleRecord(directory)
-    again.restore(last + 1)
+    again.restore(last + 1, -1)
     again.begin()
     again.close()
     assert read_samples(tmp_path)["step"].to_pylist() == list(range(last + 1))
@@ -532,7 +539,7 @@ def test_a_run_of_an_older_version_goes_on_and_what_its_files_lack_is_null(tmp_p
     )
     pq.write_table(older.set_column(older.schema.get_field_index("turns"), "turns", turns), file.path)
     record = SampleRecord(tmp_path / DIRECTORY)
-    record.restore(1)  # "b" was trained after the checkpoint
+    record.restore(1, -1)  # "b" was trained after the checkpoint
     record.begin()
     record.add(ended("c", 2))
     record.close()
