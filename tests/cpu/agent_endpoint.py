@@ -5,7 +5,7 @@ Every character of a reply is a token; a session's turns are one conversation. W
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +91,7 @@ class StandIn:
                 "num_overflows": session.num_overflows,
                 "was_cut_short": bool(session.cap_reached),
                 "messages": session.messages,
+                "message_turns": list(_sampled(session)),
                 "last_text": session.replies[-1] if session.replies else None,
                 "last_finish_reason": session.finish_reason,
                 "num_side_requests": 1,
@@ -149,6 +150,15 @@ def refusal(status: int, message: str, code: str | None = None) -> Response:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _sampled(session: StandInSession) -> Iterator[int | None]:
+    """For each message the turn that sampled it; replies are taken to be in the conversation in order."""
+    place = 0
+    for message in session.messages:
+        is_reply = message["role"] == "assistant" and message["content"] in session.replies[place:]
+        place = session.replies.index(message["content"], place) + 1 if is_reply else place
+        yield place - 1 if is_reply else None
 
 
 def _rows(session: StandInSession) -> list[dict[str, Any]]:

@@ -122,6 +122,7 @@ def _shown(session: Session, *, has_left_out: bool) -> dict[str, Any]:
         "num_side_requests": num_side_requests,
         "num_side_tokens": num_side_tokens,
         "messages": messages,
+        "message_turns": session.tree.newest_turns,
         "last_text": None if newest is None else newest.addition.text,
         "last_finish_reason": None if newest is None else newest.addition.finish_reason,
     }

@@ -90,6 +90,8 @@ class TurnTree:
         """Over all turns, also after ``close``."""
         self.is_closed = False
         self._side_requests = SideRequests()
+        self._replies: dict[MessageKey, list[int]] = {}
+        """Key of a reply -> turns that sampled it, in order."""
         self._newest: dict[SystemKey, tuple[Turn, tuple[Message, ...]]] = {}
         """The newest turn under each system prompt with its conversation, the newest last."""
 
@@ -110,6 +112,27 @@ class TurnTree:
         side_requests = self._side_requests.found()
         newest_first = list(self._newest.values())[::-1]
         return next((one for one in newest_first if one[0].index not in side_requests), (None, ()))
+
+    @property
+    def newest_turns(self) -> list[int | None]:
+        """For each message of the newest turn's conversation, the index of the turn that sampled it; None for one of the harness's.
+
+        A history that the harness has rewritten holds replies that are on no path to the newest turn: they are known by their content.
+        """
+        newest, messages = self.newest
+        if newest is None:
+            return []
+        on_path = {turn.num_messages - 1: turn.index for turn in newest.path()}
+        known, sampled = set(on_path.values()), list[int | None]()
+        after = newest.index + 1
+        for place, message in reversed([*enumerate(messages)]):
+            index = on_path.get(place)
+            if index is None and message.get("role") == "assistant":
+                possible = self._replies.get(message_key(message), ())
+                index = max((one for one in possible if one < after and one not in known), default=None)
+            sampled.append(index)
+            after = after if index is None else index
+        return sampled[::-1]
 
     def match(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None) -> Match:
         """The deepest sampled turn whose whole conversation equals a prefix of ``messages``, asked with the same ``tools``.
@@ -178,6 +201,7 @@ class TurnTree:
             node = node.child(key)
         for key in reply_keys:
             node.child(key).turns.append(turn)
+            self._replies.setdefault(key, []).append(turn.index)
         self._turns.append(turn)
         self.num_turn_tokens.append(len(completion.token_ids))
         self.num_sampled_tokens += len(completion.token_ids)
@@ -199,7 +223,7 @@ class TurnTree:
     def close(self) -> None:
         """Drop all turns and accept no more; the counts remain."""
         self.is_closed = True
-        self._roots, self._turns, self._newest, self._side_requests = {}, [], {}, SideRequests()
+        self._roots, self._turns, self._replies, self._newest, self._side_requests = {}, [], {}, {}, SideRequests()
 
     @property
     def num_turns(self) -> int:

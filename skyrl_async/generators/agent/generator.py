@@ -354,6 +354,7 @@ def _episode(
     is_cut = status.get("last_finish_reason") == FinishReason.LENGTH
     return AgentEpisode(
         messages=tuple(status["messages"]),
+        message_turns=tuple(status["message_turns"]),
         last_text=status["last_text"],
         output=result.output,
         working_dir=working_dir,

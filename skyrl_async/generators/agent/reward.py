@@ -35,6 +35,8 @@ class AgentEpisode:
 
     messages: tuple[Message, ...]
     """The conversation of the newest turn with its reply; empty if nothing was sampled."""
+    message_turns: tuple[int | None, ...] = ()
+    """For each of ``messages``, the turn that sampled it, counted from 0 over the session; None for one of the harness's."""
     last_text: str | None
     """The sampled text of the newest turn (with reasoning and tool calls); None without turns."""
     output: str | None
@@ -146,8 +148,8 @@ class EnvironmentReward:
     """Passes the agent's texts to the prompt's skyrl_gym environment.
 
     An environment of one turn (``max_turns`` is 1 or missing) gets the answer. An environment of several gets one text after another
-    until it is done: the assistant's texts that are not in the prompt and call no tool. Its observations are not used, since the
-    harness has answered the agent. What it gives for a text is the reward of that turn, if the conversation has all of the session's.
+    until it is done: the texts of the conversation that were sampled and call no tool. Its observations are not used, since the
+    harness has answered the agent. What it gives for a text is the reward of that turn.
     """
 
     make_environment: EnvironmentFactory
@@ -163,22 +165,20 @@ class EnvironmentReward:
         calls = EnvironmentCalls(environment, self.threads)
         try:
             await calls.init(deepcopy(list(prompt.messages)))
-            texts, num_replies = _texts_for(environment, prompt, episode)
-            is_whole = num_replies == episode.num_turns
-            turn_rewards: list[float | NDArray[np.float64]] = [0.0] * num_replies
+            turn_rewards: dict[int, float | NDArray[np.float64]] = {}
             reward = 0.0
-            for turn, text in texts[:limit]:
-                outcome = await calls.step(text, turn=turn)
-                if is_whole:
+            for turn, text in _texts_for(environment, episode)[:limit]:
+                outcome = await calls.step(text, turn=turn or 0)
+                reward += outcome.reward
+                if turn is not None:
                     source = f"{type(environment).__name__}.step for turn {turn}"
                     _require_one_per_token(outcome.token_rewards, source, episode, turn)
-                turn_rewards[turn] = outcome.reward if outcome.token_rewards is None else outcome.token_rewards
-                reward += outcome.reward
+                    turn_rewards[turn] = outcome.reward if outcome.token_rewards is None else outcome.token_rewards
                 if outcome.is_done:
                     break
             return EpisodeReward(
                 reward=reward,
-                turn_rewards=tuple(turn_rewards) if is_whole else (),
+                turn_rewards=tuple(turn_rewards.get(turn, 0.0) for turn in range(max(turn_rewards, default=-1) + 1)),
                 metrics=await calls.metrics(),
             )
         except Exception as error:
@@ -188,15 +188,12 @@ class EnvironmentReward:
             calls.close()
 
 
-def _texts_for(environment: Environment, prompt: Prompt, episode: AgentEpisode) -> tuple[list[tuple[int, str]], int]:
-    """The texts to pass to an environment, each with the number of its reply in the conversation, and how many replies that has."""
+def _texts_for(environment: Environment, episode: AgentEpisode) -> list[tuple[int | None, str]]:
+    """The texts to pass to an environment, each with its turn; None for the answer of several turns."""
     if int(getattr(environment, "max_turns", 1)) <= 1:
-        return [(0, episode.answer)], 1
-    given = [_text(message) for message in prompt.messages if message["role"] == "assistant"]
-    replies = [message for message in episode.messages if message["role"] == "assistant"]
-    if [_text(message) for message in replies[: len(given)]] == given:
-        replies = replies[len(given) :]
-    return [(i, _text(reply)) for i, reply in enumerate(replies) if not reply.get("tool_calls")], len(replies)
+        return [(0 if episode.num_turns == 1 else None, episode.answer)]
+    replies = zip(episode.message_turns, episode.messages, strict=True)
+    return [(turn, _text(reply)) for turn, reply in replies if turn is not None and not reply.get("tool_calls")]
 
 
 def _text(message: Message) -> str:

@@ -41,6 +41,21 @@ def test_a_conversation_grows_as_one_chain_of_ids(policy: Policy) -> None:
     assert (policy.tree.num_turns, policy.tree.num_sampled_tokens) == (10, 20)
 
 
+def test_the_newest_conversation_tells_which_of_its_messages_were_sampled_also_in_a_rewritten_history(
+    policy: Policy,
+) -> None:
+    example = [user("for example"), assistant("an answer")]
+    first = [*example, user("a")]
+    policy.answer(first, assistant("b"))
+    policy.answer([*first, assistant("b"), user("c")], assistant("d"))
+    assert policy.tree.newest_turns == [None, None, None, 0, None, 1]
+    rewritten = [*example, user("a, shortened"), assistant("b"), user("c"), assistant("d"), user("e")]
+    policy.answer(rewritten, assistant("b"))
+    assert policy.tree.newest_turns == [None, None, None, 0, None, 1, None, 2]
+    policy.answer([*first, assistant("never sampled"), user("c")], assistant("f"))
+    assert policy.tree.newest_turns == [None, None, None, None, None, 3]
+
+
 def test_a_turn_gives_back_its_completion_whole(policy: Policy) -> None:
     first = policy.answer([user("a")], assistant("b"))
     sent = completion((*first.token_ids, 7, 8), (9,), text="c", num_aborts=2, version=3)

@@ -4,6 +4,7 @@ What is played here are the seams: sessions, failures, rewards, limits and clean
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -556,55 +557,50 @@ CALL = {"role": "assistant", "content": "let me look", "tool_calls": [{"id": "1"
 EXAMPLE = {"role": "assistant", "content": "for example"}
 
 
-@pytest.mark.parametrize(
-    ("given", "messages", "max_turns", "reward"),
-    [
-        ([], said("a", "b"), None, 0.2),
-        ([], said("a", "stop", "c"), None, 0.2),
-        ([], [CALL, *said("a")], None, 0.1),
-        ([EXAMPLE], [EXAMPLE, *said("a", "b")], None, 0.2),
-        ([EXAMPLE], said("a", "b"), None, 0.2),
-        ([], said("a", "b", "c", "d"), 3, 0.3),
-        ([], said(*"abcdefghijkl"), 100, 0.8),
-        ([], [{"role": "assistant", "content": [{"type": "text", "text": "stop"}]}, *said("b")], None, 0.1),
-        ([], [], None, 0.0),
-    ],
-)
-async def test_an_environment_of_several_turns_is_told_each_text_until_it_is_done(
-    given: list[dict[str, Any]], messages: list[dict[str, Any]], max_turns: int | None, reward: float
-) -> None:
-    extras = {} if max_turns is None else {"max_turns": max_turns}
-    prompt = Prompt(uid="r", messages=(*PROMPT.messages, *given), env_class="relay", extras=extras)
-    episode = AgentEpisode(
-        messages=(*PROMPT.messages, *messages),
+def episode_of(*messages: dict[str, Any], num_turns: int | None = None) -> AgentEpisode:
+    """An episode of a conversation in which all of the assistant's messages but the example are sampled."""
+    conversation, turns = [*PROMPT.messages, *messages], itertools.count()
+    is_sampled = [message["role"] == "assistant" and message is not EXAMPLE for message in conversation]
+    return AgentEpisode(
+        messages=tuple(conversation),
+        message_turns=tuple(next(turns) if one else None for one in is_sampled),
         last_text=None,
         output=None,
         working_dir=Path(),
-        num_turns=1,
+        num_turns=sum(is_sampled) if num_turns is None else num_turns,
         is_truncated=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("messages", "max_turns", "reward"),
+    [
+        (said("a", "b"), None, 0.2),
+        (said("a", "stop", "c"), None, 0.2),
+        ([CALL, *said("a")], None, 0.1),
+        ([EXAMPLE, *said("a", "b")], None, 0.2),
+        (said("a", "b", "c", "d"), 3, 0.3),
+        (said(*"abcdefghijkl"), 100, 0.8),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "stop"}]}, *said("b")], None, 0.1),
+        ([], None, 0.0),
+    ],
+)
+async def test_an_environment_of_several_turns_is_told_each_sampled_text_until_it_is_done(
+    messages: list[dict[str, Any]], max_turns: int | None, reward: float
+) -> None:
+    extras = {} if max_turns is None else {"max_turns": max_turns}
+    prompt = Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras=extras)
     source = EnvironmentReward(make_environment, CallThreads("reward", 1), max_turns=8)
-    earned = await source.reward_of(prompt, episode)
+    earned = await source.reward_of(prompt, episode_of(*messages))
     assert earned.reward == pytest.approx(reward)
 
 
-@pytest.mark.parametrize(
-    ("num_turns", "turn_rewards"), [(3, (0.0, 0.1, 0.1)), (4, ())], ids=["whole", "with turns elsewhere"]
-)
-async def test_what_an_environment_gives_for_a_text_is_the_reward_of_its_turn_if_the_conversation_has_all_turns(
-    num_turns: int, turn_rewards: tuple[float, ...]
-) -> None:
-    episode = AgentEpisode(
-        messages=(*PROMPT.messages, CALL, *said("a", "b")),
-        last_text=None,
-        output=None,
-        working_dir=Path(),
-        num_turns=num_turns,
-        is_truncated=False,
-    )
+@pytest.mark.parametrize("num_turns", [3, 4], ids=["all turns", "with turns elsewhere"])
+async def test_what_an_environment_gives_for_a_text_is_the_reward_of_the_turn_that_sampled_it(num_turns: int) -> None:
     source = EnvironmentReward(make_environment, CallThreads("reward", 1), max_turns=8)
-    earned = await source.reward_of(Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={}), episode)
-    assert earned.turn_rewards == pytest.approx(turn_rewards) and earned.reward == pytest.approx(0.2)
+    prompt = Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={})
+    earned = await source.reward_of(prompt, episode_of(EXAMPLE, CALL, *said("a", "b"), num_turns=num_turns))
+    assert earned.turn_rewards == pytest.approx((0.0, 0.1, 0.1)) and earned.reward == pytest.approx(0.2)
 
 
 async def test_an_environments_reward_that_is_not_finite_is_named_with_its_turn_and_prompt() -> None:
@@ -612,18 +608,11 @@ async def test_an_environments_reward_that_is_not_finite_is_named_with_its_turn_
         def step(self, action: str) -> dict[str, Any]:
             return super().step(action) | {"reward": math.nan if action == "b" else 0.1}
 
-    episode = AgentEpisode(
-        messages=(*PROMPT.messages, *said("a", "b")),
-        last_text=None,
-        output=None,
-        working_dir=Path(),
-        num_turns=2,
-        is_truncated=False,
-    )
     source = EnvironmentReward(lambda _, extras: Late(extras), CallThreads("reward", 1), max_turns=8)
     complaint = "Late.step for turn 1 must return a finite number as reward, got nan"
     with pytest.raises(GenerationError, match=complaint) as caught:
-        await source.reward_of(Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={}), episode)
+        prompt = Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={})
+        await source.reward_of(prompt, episode_of(*said("a", "b")))
     assert caught.value.__notes__ == ["in environment 'relay', which rewards prompt 'r'"]
 
 

@@ -101,7 +101,14 @@ class OneTurnSession:
     base_url, api_key, model, max_model_len = "http://127.0.0.1/v1", "key", "policy", 1024
 
     async def status(self) -> dict[str, Any]:
-        return {"state": "open", "messages": [], "last_text": "", "num_turns": 1, "was_cut_short": False}
+        return {
+            "state": "open",
+            "messages": [],
+            "message_turns": [],
+            "last_text": "",
+            "num_turns": 1,
+            "was_cut_short": False,
+        }
 
     async def finish(self, reward: float, *, metrics: dict[str, float], **how: Any) -> tuple[Trajectory, ...]:
         return (replace(row(reward=reward), metrics=metrics),)
