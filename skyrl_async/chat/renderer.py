@@ -112,6 +112,8 @@ class ChatRenderer:
             return None
         for skips_special in (True, False):
             decoded = self.decode(token_ids, skip_special_tokens=skips_special)
+            if text.startswith(" ") and not decoded.startswith(" "):
+                decoded = f" {decoded}"  # Llama 2's tokenizer drops a first space that vLLM, which decodes after a prompt, keeps
             if decoded.startswith(text):
                 return next((string for string in stops if decoded.startswith(string, len(text))), None)
         return None

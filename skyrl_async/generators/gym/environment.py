@@ -169,8 +169,14 @@ class EnvironmentCalls:
         source = f"{type(self._environment).__name__}.step for turn {turn}"
         try:
             reward, token_rewards = turn_reward(output["reward"], source)
+            observations = list(output["observations"])
+            if not output["done"] and any(one.get("role") == "assistant" for one in observations):
+                raise GenerationError(
+                    f"{source} must return observations of another role than assistant, which is the policy's alone (use user or tool), "
+                    f"got {reprlib.repr(observations)}"
+                )
             return StepOutcome(
-                observations=list(output["observations"]),
+                observations=observations,
                 reward=reward,
                 token_rewards=token_rewards,
                 is_done=bool(output["done"]),

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.chat import ChatRenderer, Tool, normalise_messages
@@ -346,6 +348,18 @@ def test_the_stop_string_that_ended_a_completion_is_found_in_its_tokens() -> Non
     assert RENDERER.stop_string(ids, "hello", ("</x>", "</answer>")) == "</answer>"
     assert RENDERER.stop_string(ids, "hello</answer>", ("</answer>",)) is None
     assert RENDERER.stop_string(ids, "hello", ()) is None
+
+
+def test_a_stop_string_is_found_where_decoding_drops_a_first_space_that_the_engine_keeps() -> None:
+    """As the tokenizers of Llama 2 and Mistral do; vLLM decodes after the prompt."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    ids, renderer = encode(" hello</answer>"), ChatRenderer(tokenizer)
+    assert renderer.decode(ids) == "hello</answer>"
+    prompt = DecodeStream(ids=list(encode("user: ")))
+    text = "".join(filter(None, (prompt.step(tokenizer.backend_tokenizer, i) for i in ids))).removesuffix("</answer>")
+    assert (text, renderer.stop_string(ids, text, ("</answer>",))) == (" hello", "</answer>")
+    assert renderer.text_ends(ids)[-1] == len(" hello</answer>")
 
 
 def test_a_stop_string_is_found_in_a_text_that_spells_special_tokens() -> None:

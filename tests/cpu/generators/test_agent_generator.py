@@ -610,8 +610,8 @@ async def test_an_environments_reward_that_is_not_finite_is_named_with_its_turn_
 
     source = EnvironmentReward(lambda _, extras: Late(extras), CallThreads("reward", 1), max_turns=8)
     complaint = "Late.step for turn 1 must return a finite number as reward, got nan"
+    prompt = Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={})
     with pytest.raises(GenerationError, match=complaint) as caught:
-        prompt = Prompt(uid="r", messages=PROMPT.messages, env_class="relay", extras={})
         await source.reward_of(prompt, episode_of(*said("a", "b")))
     assert caught.value.__notes__ == ["in environment 'relay', which rewards prompt 'r'"]
 

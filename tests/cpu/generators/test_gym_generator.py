@@ -395,7 +395,15 @@ class Silent(Quiz):
         return {"observations": [], "done": True}
 
 
+class SpeaksForThePolicy(Quiz):
+    def step(self, action: str) -> dict[str, Any]:
+        said = [{"role": role, "content": "no"} for role in ("user", "assistant")]
+        return {"observations": said, "reward": 0.0, "done": False}
+
+
 async def test_an_environment_that_breaks_its_protocol_is_named(play: Play) -> None:
+    with pytest.raises(GenerationError, match=r"for turn 0 must return observations of another role than assistant"):
+        await play_one(play, ScriptedSampler(["a"]), SpeaksForThePolicy())
     with pytest.raises(GenerationError, match=r"Silent.step for turn 0 must return observations, reward and done"):
         await play_one(play, ScriptedSampler(["a"]), Silent())
 
