@@ -545,11 +545,23 @@ class Group:
     def num_sampled_tokens(self) -> int:
         return sum(t.num_sampled_tokens for t in self.trajectories)
 
+    @property
+    def num_wasted_tokens(self) -> int:
+        """Tokens thrown away if the group is never trained: with those of samples that are masked because a length limit cut them."""
+        return sum(_num_turn_tokens(t) if t.is_overlong else t.num_sampled_tokens for t in self.trajectories)
+
     def without_teacher_top(self) -> "Group":
         """The group without the teacher's likeliest tokens, which take more memory than all other columns."""
         if all(row.teacher_top is None for row in self.trajectories):
             return self
         return replace(self, trajectories=tuple(replace(row, teacher_top=None) for row in self.trajectories))
+
+
+def _num_turn_tokens(row: Trajectory) -> int:
+    """Sampled tokens of the row's own turns, trained or not."""
+    if row.turn_spans:
+        return sum(span.end - span.start for span in row.turn_spans)
+    return int(np.count_nonzero(np.asarray(row.versions) != ENVIRONMENT_VERSION))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,7 @@ class GenerationWorkers:
     async def requeue_finished(self, group: Group) -> None:
         """Requeue the prompt of a group just taken from the buffer."""
         self._counts["requeued_groups"] += 1
-        self._counts["requeued_tokens"] += group.num_sampled_tokens
+        self._counts["requeued_tokens"] += group.num_wasted_tokens
         step = self.staleness.last_version + 1
         reason = "it became older than trainer.max_staleness_steps"
         self.record.add(

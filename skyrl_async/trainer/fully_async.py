@@ -205,7 +205,7 @@ class FullyAsyncTrainer:
             return
         self.is_complete = True
         self._run.recorder.count_generation()
-        self.totals.wasted_tokens += sum(group.num_sampled_tokens for group in self._run.buffer.snapshot())
+        self.totals.wasted_tokens += sum(group.num_wasted_tokens for group in self._run.buffer.snapshot())
         try:
             if self._config.eval_at_end and (after := await self._validation.evaluate_alone()):
                 self.reward_after = after.reward

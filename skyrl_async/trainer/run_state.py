@@ -19,6 +19,7 @@ from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.shutdown import GRACE_S, ShutdownRequested
 from skyrl_async.trainer.run import Run
 from skyrl_async.training.protocol import Critic, Policy
+from skyrl_async.types import Group
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,9 @@ class RunSaver:
         dropped = [group for group in open_groups if group.admission_index not in restored]
         for lost in sorted(dropped, key=lambda group: -group.admission_index):
             await self.run.dataloader.requeue((lost.epoch, lost.uid))
-        num_dropped_tokens = sum(group.num_sampled_tokens for group in dropped)
+        num_dropped_tokens = sum(
+            group.num_wasted_tokens if isinstance(group, Group) else group.num_sampled_tokens for group in dropped
+        )
         totals.wasted_tokens += num_dropped_tokens
         self.newest, self.step = checkpoint, state.step
         self._known = self._progress(state.step, self.run.workers.running_groups())

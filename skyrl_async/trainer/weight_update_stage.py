@@ -110,10 +110,11 @@ class WeightUpdateStage:
             if trained.gathered_at is not None:
                 async with self._run.shutdown.interruptible(wait_for_step=True):
                     trained.is_published = await self._publish_step(trained, trained.gathered_at)
-                    if trained.is_published and self._is_due(self._config.logprob_probe_interval_steps, version):
-                        values = await self._check(version)
+                if trained.is_published and self._is_due(self._config.logprob_probe_interval_steps, version):
+                    with suppress(ShutdownRequested):
+                        async with self._run.shutdown.interruptible(wait_for_step=True):
+                            values = await self._check(version)
         except ShutdownRequested:
-            trained.is_published = False
             self._cut(version)
             self._log(trained, values)
         except BaseException:

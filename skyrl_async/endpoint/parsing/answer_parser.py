@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class ToolFormat:
     """Every call begins with one of these, or if there are none with one of ``marks``; none begins inside another."""
     end: str | None = None
     """Ends every call; set if vLLM's parser accepts calls that were cut short."""
+    begin: str | None = None
+    """Begins every call; set if vLLM's parser passes over calls that were cut short."""
 
     @property
     def call_starts(self) -> tuple[str, ...]:
@@ -59,15 +62,20 @@ TOOL_FORMATS = (
     ToolFormat(parsers=("llama3_json", "llama4_json"), marks=("<|python_tag|>",), starts=("<|python_tag|>", "{")),
     ToolFormat(parsers=("llama3_json",), marks=("Environment: ipython",), starts=("<|python_tag|>", "{")),
     ToolFormat(parsers=("mistral",), marks=("[TOOL_CALLS]",), end="}"),
-    ToolFormat(parsers=("deepseek_v3",), marks=(_DEEPSEEK_CALLS, "```json"), starts=(_DEEPSEEK_CALLS,)),
-    ToolFormat(parsers=("deepseek_v31",), marks=(_DEEPSEEK_CALLS,)),
+    ToolFormat(
+        parsers=("deepseek_v3",),
+        marks=(_DEEPSEEK_CALLS, "```json"),
+        starts=(_DEEPSEEK_CALLS,),
+        begin=_DEEPSEEK_CALL,
+    ),
+    ToolFormat(parsers=("deepseek_v31",), marks=(_DEEPSEEK_CALLS,), begin=_DEEPSEEK_CALL),
     ToolFormat(
         parsers=("kimi_k2",),
         marks=("<|tool_calls_section_begin|>",),
         starts=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_call_end|>",
     ),
-    ToolFormat(parsers=("minimax_m2",), marks=("<minimax:tool_call>",), end="</invoke>"),
+    ToolFormat(parsers=("minimax_m2",), marks=("<minimax:tool_call>",), end="</invoke>", begin="<invoke"),
     ToolFormat(parsers=("seed_oss",), marks=("<seed:tool_call>",), end="</function>"),
 )
 """A template's format is the first whose marks it holds."""
@@ -172,7 +180,7 @@ class AnswerParser:
         assert self.tools is not None
         try:
             found = self.tools.extract(text, tools)
-            if not found.calls or not _are_whole(found, text, self._format.end):
+            if not found.calls or not _are_whole(found, text, self._format):
                 self._log_once(logging.INFO, self.tools.name, "it found no whole call")
                 return None
         except Exception as error:  # a model may write anything
@@ -235,10 +243,16 @@ def _marks(reasoning: VLLMReasoningParser | None, call_starts: tuple[str, ...]) 
     return Marks(reasoning=(reasoning.start, reasoning.end), calls=call_starts, calls_ending_reasoning=ending)
 
 
-def _are_whole(found: FoundCalls, text: str, end: str | None) -> bool:
-    """Whether every call has a name, arguments that are JSON, and its end; ``ValueError`` says which arguments are not."""
+def _are_whole(found: FoundCalls, text: str, written: ToolFormat) -> bool:
+    """Whether every call that the text begins was found, and has a name, arguments that are JSON, and its end.
+
+    Raises ``ValueError`` for arguments that are no JSON.
+    """
     for name, arguments in found.calls:
         if not name.strip():
             return False
         json.loads(arguments)
-    return end is None or text.count(end) >= len(found.calls)
+    num_found = len(found.calls)
+    if written.begin is not None and text.count(written.begin) > num_found:
+        return False
+    return written.end is None or text.count(written.end) >= num_found

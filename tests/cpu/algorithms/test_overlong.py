@@ -95,6 +95,7 @@ def test_every_row_of_a_cut_sample_is_masked_and_keeps_what_was_sampled() -> Non
     assert [t.logprobs.tolist() for t in masked] == [t.logprobs.tolist() for t in rows]
     assert [sample.reward for sample in live_samples_of(masked)] == [0.0]
     assert mask_overlong(group(*masked)) == group(*masked), "twice is once"
+    assert group(*masked).num_wasted_tokens == group(*rows).num_sampled_tokens == 7, "if the group is never trained"
 
 
 @given(

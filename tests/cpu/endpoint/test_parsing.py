@@ -341,6 +341,17 @@ def test_a_call_in_an_answer_that_is_cut_is_whole_or_content(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_second_call_that_is_cut_does_not_vanish(name: str) -> None:
+    special_tokens, written = WRITTEN[name]
+    parser = AnswerParser.of(make_tokenizer(special_tokens=special_tokens), tool_call_parser=name)
+    for end in ("na", "Ro"):
+        text = f"{written}{written[: written.find(end)]}{end}"
+        if end in written:
+            assert summary(parsed(parser, text, tools=TOOLS)) == (text, None, [])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -554,3 +554,26 @@ def test_a_stop_while_no_engine_can_take_a_trained_step_saves_it(tmp_path: Path)
         return resumed
 
     assert run_in_virtual_time(go_on()).trainer.totals.trained_groups == 2 * settings.num_prompts
+
+
+def test_a_stop_during_the_log_prob_probe_of_a_published_version_skips_the_probe_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(LONG_TAILED, logprob_probe_interval_steps=1, sigma=0.0)
+
+    async def main() -> Simulation:
+        stop = ShutdownRequest()
+        simulation = Simulation(settings, checkpoint_dir=tmp_path, shutdown=stop)
+
+        async def check(version: int, *, is_first: bool = False) -> dict[str, float]:
+            if not is_first:
+                stop.request(1.0)
+                await asyncio.Event().wait()
+            return {}
+
+        simulation.publisher.verifier.check = check
+        await simulation.trainer.run()
+        return simulation
+
+    assert run_in_virtual_time(main()).trainer.served_version == 1
+    assert "step 1 is trained and not published" not in caplog.text
