@@ -5,11 +5,13 @@ The client learns only the class of an unexpected exception; the log has its tra
 
 import logging
 import re
+import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -100,11 +102,27 @@ _KIND_OF_VALUE = re.compile(r"str|int|bool|float|none|(list|dict|constrained|fun
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """The refusal of a body, naming the first wrong field."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    places = (str(part) for part in first["loc"])
-    param = ".".join(place for place in places if not _KIND_OF_VALUE.fullmatch(place)) or None
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)
+    """The refusal of a body, naming the first wrong field and its value.
+
+    Of a field that may be one of several kinds, the kind counts of which the most was right.
+    """
+    found = error.errors(include_url=False, include_context=False)
+    found = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+
+    def depth(one: ErrorDetails) -> tuple[int, int]:
+        places = _places(one)
+        return len(places), max((place for place in places if isinstance(place, int)), default=-1)
+
+    deepest = max(found, key=depth)
+    equals = [one for one in found if _places(one) == _places(deepest)]
+    param = ".".join(map(str, _places(deepest))) or None
+    message = ", or ".join(dict.fromkeys(one["msg"] for one in equals))
+    value = "" if deepest["type"] == "missing" else f", got {reprlib.repr(deepest['input'])}"
+    return ApiError(400, f"{param or 'the body'}: {message}{value}", code="invalid_value", param=param)
+
+
+def _places(found: ErrorDetails) -> list[int | str]:
+    return [place for place in found["loc"] if not _KIND_OF_VALUE.fullmatch(str(place))]
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -253,6 +253,18 @@ async def test_a_wrong_body_is_refused_with_the_field_named(body: Any, param: st
 
 
 @pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0, got -1"),
+        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string, got 5"),
+        ({"stop": 5}, "stop: Input should be a valid string, or Input should be a valid list, got 5"),
+    ],
+)
+async def test_a_refusal_shows_the_value_and_the_kind_that_it_nearly_is(fields: Any, complaint: str) -> None:
+    assert error_of(await refusal("/v1/chat/completions", {"messages": HELLO, **fields}))["message"] == complaint
+
+
+@pytest.mark.parametrize(
     ("body", "complaint"),
     [
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "JSON has no NaN"),
