@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,6 +296,7 @@ class Known:
 
 def cut(directory: Path, known: Known) -> list[SamplesFile]:
     """Keep the known rows, and nothing that a killed run left half done; returns the files."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     if not directory.is_dir():
@@ -311,7 +313,8 @@ def cut(directory: Path, known: Known) -> list[SamplesFile]:
             file.path.unlink()
         elif len(numbers) < file.num_rows:
             kept = file_of(directory, file.first, numbers[-1].as_py() + 1, file.kind)
-            _replace([file], kept, lambda table, numbers=numbers: table.filter(pc.field("row").isin(numbers)))
+            is_kept = pc.field("row").isin(numbers)
+            _replace([file], kept, partial(pa.Table.filter, mask=is_kept))
     return files_in(directory)
 
 
