@@ -15,6 +15,7 @@ Row = Mapping[str, float]
 """Figures of a step by metric name."""
 
 FAILED = "generate/failed_frac"
+ABANDONED = "generate/abandoned_frac"
 _SLOWEST = "engines/slowest_frac"
 _TEACHER = "policy/teacher_kl"
 """There where a teacher trains tokens, whatever the rewards are."""
@@ -94,10 +95,10 @@ RULES = (
     ),
     Rule(
         name="abandoned samples",
-        metric="generate/abandoned_frac",
+        metric=ABANDONED,
         is_bad=_at_least(0.2),
         says="Harnesses leave {value:.0%} of the samples without a reward",
-        advice="Look at such a sample: its harness ended early. generator.agent_timeout_s gives it more time.",
+        advice="Samples, outcome abandoned, has each with its reason; generator.agent_timeout_s gives a harness more time.",
         num_steps=3,
     ),
     Rule(
@@ -225,20 +226,20 @@ _READ = {"step", "reward/mean", "timing/step", _TEACHER, *(rule.metric for rule 
 
 
 def alarms(
-    rows: Sequence[Row], failures: Callable[[], Sequence[str]] = tuple, known: Iterable[Alarm] = ()
+    rows: Sequence[Row], failures: Callable[[], Mapping[str, Sequence[str]]] = dict, known: Iterable[Alarm] = ()
 ) -> Iterator[Alarm]:
     """Yield what is wrong at the newest step, the most serious first.
 
     Args:
         rows: figures of steps with ``step``, in order; the newest fifty are enough.
-        failures: returns why the newest samples failed; called if too many do.
+        failures: returns why the newest samples failed, for ``FAILED``, and were abandoned, for ``ABANDONED``; called if too many were.
         known: the alarms of the call before, so that one that lasts keeps the step since which it does.
     """
     known_by_name = {alarm.name: alarm for alarm in known}
     for rule in RULES:
         alarm = rule.alarm(rows, known_by_name.get(rule.name))
-        if alarm is not None and alarm.metric == FAILED:
-            alarm = replace(alarm, says=alarm.says + _commonest(failures()))
+        if alarm is not None and alarm.metric in (FAILED, ABANDONED):
+            alarm = replace(alarm, says=alarm.says + _commonest(failures().get(alarm.metric, ())))
         if alarm is not None and alarm.metric == _SLOWEST:
             alarm = replace(alarm, says=alarm.says + _slowest(rows))
         if alarm is not None:

@@ -55,7 +55,7 @@ class Console:
         self._rows: deque[Row] = deque(maxlen=_NUM_ROWS)
         self._alarms: list[Alarm] = []
         self._stages: Callable[[], Sequence[StageStatus]] = list
-        self._failures: Callable[[], Sequence[str]] = tuple
+        self._failures: Callable[[], Mapping[str, Sequence[str]]] = dict
         self._engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict
         self._due = {_STAGES: self.clock() + _INTERVALS_S[_STAGES]}
         self._phase = ""
@@ -108,13 +108,13 @@ class Console:
     def watch(
         self,
         stages: Callable[[], Sequence[StageStatus]],
-        failures: Callable[[], Sequence[str]] = tuple,
+        failures: Callable[[], Mapping[str, Sequence[str]]] = dict,
         engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
     ) -> None:
         """Show what stages are doing: one line per stage on a terminal, elsewhere all of them in one line every 20 seconds.
 
-        ``failures``: why the newest samples failed, for the alarm that too many do. ``engines``: figures by engine, for the alarm on a slow
-        one.
+        ``failures``: why the newest samples failed or were abandoned, by metric, for the alarms that too many are. ``engines``: figures by
+        engine, for the alarm on a slow one.
         """
         self._stages, self._failures, self._engines = stages, failures, engines
 

@@ -7,7 +7,7 @@ rollout is retried, then counted; too many failures end the run with the last on
 import asyncio
 import logging
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -93,6 +93,8 @@ class GenerationWorkers:
     _drawing: asyncio.Task[None] | None = field(default=None, init=False)
     """Draws prompts until the data has ended."""
     _counts: Counter[str] = field(default_factory=Counter, init=False)
+    abandon_reasons: deque[str] = field(default_factory=lambda: deque(maxlen=100), init=False)
+    """Why the newest of the abandoned samples were, the newest last."""
 
     def __post_init__(self) -> None:
         settings = self.config.generator
@@ -366,6 +368,8 @@ class GenerationWorkers:
             counts["aborts"] += row.num_aborts
         for sample in samples_of(result.trajectories):
             counts["trajectories"] += sample.is_live
+            if sample.is_abandoned and (reason := sample.rows[0].logs.get("failure")):
+                self.abandon_reasons.append(reason)
             counts["side_tokens"] += int(sample.rows[0].metrics.get("agent/side_tokens", 0))
             counts["cut_short_samples"] += int(sample.rows[0].metrics.get("agent/cut_short", 0))
 

@@ -24,6 +24,7 @@ from skyrl_async.errors import (
     SkyRLAsyncError,
     StateError,
 )
+from skyrl_async.metrics.alarms import ABANDONED, FAILED
 from skyrl_async.metrics.run_totals import RunTotals
 from skyrl_async.rollout.preparation import Preparation, Prepare
 from skyrl_async.runtime.device_leases import DeviceLease
@@ -114,9 +115,9 @@ class FullyAsyncTrainer:
         """Return what each stage does now, in the order of the data's flow."""
         return self._run.board.statuses()
 
-    def failure_reasons(self) -> list[str]:
-        """Return why the newest failed groups failed, the newest last."""
-        return self._run.workers.failure_reasons
+    def failure_reasons(self) -> dict[str, list[str]]:
+        """Return why the newest failed groups failed and samples were abandoned, the newest last, by the metric of each."""
+        return {FAILED: self._run.workers.failure_reasons, ABANDONED: list(self._run.workers.abandon_reasons)}
 
     @property
     def throughput_beside_validation(self) -> float | None:

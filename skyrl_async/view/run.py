@@ -13,7 +13,7 @@ import yaml
 
 from skyrl_async.config.help import flat
 from skyrl_async.errors import CheckpointError, ConfigError
-from skyrl_async.metrics.alarms import Alarm, alarms, is_read
+from skyrl_async.metrics.alarms import ABANDONED, FAILED, Alarm, alarms, is_read
 from skyrl_async.record.ended import OTHERS_FAILED, Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
 from skyrl_async.view.metrics_file import MAX_POINTS, MetricsFile
@@ -88,16 +88,21 @@ class ViewedRun:
         files = [file for name in (_METRICS, _CONFIG, DIRECTORY) if (file := self.directory / name).exists()]
         return time.time() - max(file.stat().st_mtime for file in files or [self.directory])
 
-    def _failures(self) -> list[str]:
-        """Why the newest samples failed."""
+    def _failures(self) -> dict[str, list[str]]:
+        """Why the newest samples failed and were abandoned, by the metric of each."""
         files = files_in(self.directory / DIRECTORY)
         begin = max(0, files[-1].end - _FAILURE_ROWS) if files else 0
         try:
             rows = read_samples(self.directory, ["outcome", "reason", "branch"], begin=begin).to_pylist()
         except CheckpointError:  # the table of samples says so
-            return []
-        failed = (row for row in rows if row["outcome"] == Outcome.FAILED and not row["branch"])  # samples, not rows
-        return [row["reason"] for row in failed if row["reason"] not in (None, OTHERS_FAILED)]
+            return {}
+        told = [
+            row for row in rows if not row["branch"] and row["reason"] not in (None, OTHERS_FAILED)
+        ]  # samples, not rows
+        return {
+            metric: [row["reason"] for row in told if row["outcome"] == outcome]
+            for metric, outcome in ((FAILED, Outcome.FAILED), (ABANDONED, Outcome.ABANDONED))
+        }
 
     def settings(self) -> dict[str, Any]:
         """The values in force by key; empty where they are not known."""
@@ -120,9 +125,10 @@ class ViewedRun:
         begin = next(
             (max(begin, file.first) for file in files_in(self.directory / DIRECTORY) if file.end > begin), begin
         )
-        table = read_samples(
-            self.directory, [*_FIGURES, "engines", "policy_versions"], begin=begin, end=begin + MAX_ROWS
-        )
+        columns_read = [*_FIGURES, "engines", "policy_versions"]
+        table = read_samples(self.directory, columns_read, begin=begin, end=begin + MAX_ROWS)
+        if not len(table):  # a resumed run has gone on behind more numbers than that
+            table = read_samples(self.directory, columns_read, begin=begin)[:MAX_ROWS]
         columns: dict[str, Any] = {name: table[name].to_pylist() for name in _FIGURES if name not in _CODED}
         for name in _CODED:
             coded = table[name].combine_chunks().dictionary_encode()

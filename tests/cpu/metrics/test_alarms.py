@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_async.metrics.alarms import RULES, Row, alarms
+from skyrl_async.metrics.alarms import ABANDONED, FAILED, RULES, Row, alarms
 from tests.cpu.documented_metrics import DOCUMENTED_METRICS
 
 HEALTHY = {
@@ -85,14 +85,22 @@ def test_equal_rewards_are_no_fault_where_a_teacher_trains_every_token(name: str
     assert not list(alarms(steps(*[FAULTS[name] | {"policy/teacher_kl": 0.1}] * 20)))
 
 
-def test_the_alarm_on_failing_samples_names_the_commonest_reason_and_its_share() -> None:
+def test_the_alarms_on_lost_samples_name_the_commonest_reason_and_its_share() -> None:
+    rows = steps(*[FAULTS["failing samples"] | FAULTS["abandoned samples"]] * 10)
+    why = {FAILED: ["OSError: gone"], ABANDONED: ["no place in the sandbox"]}
+    failing, abandoned = alarms(rows, lambda: why)
+    assert failing.says.endswith("100% of them with OSError: gone")
+    assert abandoned.says.endswith("100% of them with no place in the sandbox")
+
+
+def test_reasons_that_differ_in_numbers_are_one_and_a_long_one_is_cut() -> None:
     rows = steps(*[FAULTS["failing samples"]] * 10)
     slow = [f"DeadlineError: the rollout of p{number} took longer than 30 s" for number in range(3)]
-    (found,) = alarms(rows, lambda: ["OSError: gone", *slow])
+    (found,) = alarms(rows, lambda: {FAILED: ["OSError: gone", *slow]})
     assert (
         found.says == "20% of the samples fail, 75% of them with DeadlineError: the rollout of p2 took longer than 30 s"
     )
-    (found,) = alarms(rows, lambda: [f"ValueError: {'x ' * 10_000}"])
+    (found,) = alarms(rows, lambda: {FAILED: [f"ValueError: {'x ' * 10_000}"]})
     assert found.says.endswith("x ...") and len(found.says) < 300
     (found,) = alarms(rows)
     assert found.says == "20% of the samples fail"

@@ -172,6 +172,24 @@ def test_samples_begin_where_rows_are_left(run: ViewedRun) -> None:
     assert run.samples(0)["row"] == run.samples(1)["row"] == [2, 3] and run.samples(4)["row"] == []
 
 
+def test_samples_go_on_behind_the_numbers_that_a_killed_run_has_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_async.view.run.MAX_ROWS", 2)
+    record = SampleRecord(tmp_path / DIRECTORY)
+    for number in range(6):
+        record.add(ended(f"p{number}", 3))
+    record.add(ended("e", 2, Outcome.HELD_OUT))
+    record.close()
+    resumed = SampleRecord(tmp_path / DIRECTORY)
+    resumed.restore(1, evaluated_version=2)
+    resumed.begin()
+    resumed.close()
+    append(tmp_path / "metrics.jsonl", step(1))
+    run = ViewedRun(tmp_path)
+    assert run.samples(0)["row"] == [0] and run.samples(1)["row"] == [6]
+
+
 def test_the_newest_texts_with_some_words_are_found_whatever_their_case(
     run: ViewedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
