@@ -308,8 +308,11 @@ class _Run:
             evaluated = evaluated_steps(self.run_dir / "metrics.jsonl")
             await trainer.resume(self._checkpoint, evaluated_versions=evaluated)
             self.config_file.replace()
-        for record in self._records:
+        for record in reversed(
+            self._records
+        ):  # samples first: where metrics begin anew, the page drops the rows that it has
             record.begin()
+            await record.flush()
         self._training_began = time.monotonic()
         console.phase("training")
         self.interruption.enter(Phase.TRAINING)

@@ -27,7 +27,7 @@ from skyrl_async.config.help import all_keys
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.schema.fields import check_bounds
 from skyrl_async.config.schema.groups import GROUPS, default_option
-from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.run import SECRETS, Config
 from skyrl_async.errors import ConfigError, did_you_mean
 
 _SEE_HELP = "--help lists every key"
@@ -71,8 +71,9 @@ def to_yaml(config: Config) -> str:
 def without_secrets(config: Config) -> dict[str, Any]:
     """The configuration as plain values, for trackers that leave the machine: keys are left out, and the staleness bound is a number."""
     plain = _plain(config)
-    for section in (plain["server"], plain["trainer"]["algorithm"]["distillation"]):
-        section["api_key"] = None
+    for key in SECRETS:
+        *sections, name = key.split(".")
+        reduce(dict.__getitem__, sections, plain)[name] = None
     plain["trainer"]["max_staleness_steps"] = config.trainer.staleness_bound
     return plain
 

@@ -127,30 +127,44 @@ def read_samples(
 def find_samples(run_dir: Path, words: str, at_most: int, begin: int = 0) -> list[int]:
     """The numbers of the newest rows from ``begin`` on with ``words`` in the text of a turn, in any case; at most so many.
 
-    Holds one row group (16 MB) in memory at a time. A file that the run joins or thins meanwhile is left out. Raises as ``read_samples``.
+    Holds one row group (16 MB) in memory at a time. Raises as ``read_samples``.
     """
+    found: list[int] = []
+    before = sys.maxsize
+    """Rows from here on are searched."""
+    while before > begin:
+        files = [file for file in files_in(run_dir / DIRECTORY) if file.first < before and file.end > begin]
+        if not files:
+            break
+        try:
+            rows = _rows_with(files[-1], words)
+        except FileNotFoundError:  # the run has joined or thinned it
+            if files[-1] in files_in(run_dir / DIRECTORY):
+                raise
+            continue
+        found += [row for row in rows if begin <= row < before]
+        if len(found) >= at_most:
+            return found[:at_most]
+        before = files[-1].first
+    return found
+
+
+def _rows_with(file: SamplesFile, words: str) -> list[int]:
+    """The numbers of a file's rows with ``words`` in the text of a turn, the newest first."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     found: list[int] = []
-    for file in reversed(files_in(run_dir / DIRECTORY)):
-        if file.end <= begin:
-            break
-        try:
-            with _reading(file.path):
-                opened = pq.ParquetFile(file.path)
-        except FileNotFoundError:
-            continue
-        with opened, _reading(file.path, opened.schema_arrow):
-            for group in reversed(range(opened.num_row_groups)):
-                table = opened.read_row_group(group, columns=["row", "turns.list.element.text"])
-                turns = table["turns"].combine_chunks()
-                texts = pc.struct_field(pc.list_flatten(turns), "text")
-                has_words = pc.match_substring(texts, words, ignore_case=True)
-                places = pc.unique(pc.list_parent_indices(turns).filter(has_words))
-                found += [row for row in reversed(table["row"].take(places).to_pylist()) if row >= begin]
-                if len(found) >= at_most:
-                    return found[:at_most]
+    with _reading(file.path):
+        opened = pq.ParquetFile(file.path)
+    with opened, _reading(file.path, opened.schema_arrow):
+        for group in reversed(range(opened.num_row_groups)):
+            table = opened.read_row_group(group, columns=["row", "turns.list.element.text"])
+            turns = table["turns"].combine_chunks()
+            texts = pc.struct_field(pc.list_flatten(turns), "text")
+            has_words = pc.match_substring(texts, words, ignore_case=True)
+            places = pc.unique(pc.list_parent_indices(turns).filter(has_words))
+            found += reversed(table["row"].take(places).to_pylist())
     return found
 
 

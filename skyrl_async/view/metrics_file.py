@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,7 @@ class MetricsFile:
         except FileNotFoundError:
             return
         with file:
-            found = self._path.stat()
+            found = os.fstat(file.fileno())
             if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._offset:
                 self._begin((found.st_dev, found.st_ino))
             file.seek(self._offset)
@@ -93,6 +94,8 @@ class MetricsFile:
                     column.append(math.nan if value is None else value)
                 else:
                     column.extend(itertools.repeat(math.nan, index + 1 - len(column)))
+                    if name == "time_s" and not math.isnan(column[index]):
+                        continue  # an evaluation or a checkpoint of the step ends later
                     column[index] = math.nan if value is None else value
                 if value is None:
                     self._not_finite.add((name, index))

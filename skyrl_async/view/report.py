@@ -32,8 +32,8 @@ def write_report(runs: Sequence[ViewedRun], path: Path) -> tuple[int, list[str]]
         if of_run["error"] is not None:
             problems.append(of_run["error"])
         try:
-            if of_run["error"] is None or of_run["num_lines"] or of_run["num_rows"]:
-                answers.append(_answers(run, of_run))
+            if of_run["error"] is None or of_run["num_lines"] or of_run["end"]:
+                answers.append(_answers(run, of_run, problems))
                 kept.append(run)
                 glances.append(of_run)
         except (SkyRLAsyncError, OSError) as error:
@@ -60,13 +60,20 @@ def _file(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def _answers(run: ViewedRun, of_run: dict[str, Any]) -> dict[str, Any]:
-    return {
+def _answers(run: ViewedRun, of_run: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """What the page would ask for; without samples that cannot be read, which is added to ``problems``."""
+    found = {
         "series": run.series(of_run["metrics"]),
-        "samples": run.samples(max(0, of_run["num_rows"] - MAX_ROWS)),
         "spans": run.spans(None, None),
-        "rows": _newest_rows(run, of_run["num_rows"]),
+        "samples": {"row": []},
+        "rows": {},
     }
+    try:
+        samples = run.samples(max(0, of_run["end"] - MAX_ROWS))
+        return found | {"samples": samples, "rows": _newest_rows(run, of_run["end"])}
+    except SkyRLAsyncError as error:
+        problems.append(str(error))
+        return found
 
 
 def _newest_rows(run: ViewedRun, end: int) -> dict[int, Any]:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from skyrl_async.config.help import flat
+from skyrl_async.config.schema.run import SECRETS
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.alarms import ABANDONED, FAILED, Alarm, alarms, is_read
 from skyrl_async.record.ended import OTHERS_FAILED, Outcome
-from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples, read_tokenizer
+from skyrl_async.record.files import DIRECTORY, SamplesFile, files_in, find_samples, read_samples, read_tokenizer
 from skyrl_async.view.metrics_file import MAX_POINTS, MetricsFile
 from skyrl_async.view.spans import spans_between
 
@@ -36,7 +38,16 @@ MAX_ROWS = 50_000
 """Most rows in one answer."""
 _MAX_FOUND = 10_000
 EMPTY: dict[str, Any] = {
-    **{"step": 0, "has_means": False, "num_lines": 0, "num_restarts": 0, "num_rows": 0, "metrics": [], "alarms": []},
+    **{
+        "step": 0,
+        "has_means": False,
+        "num_lines": 0,
+        "num_restarts": 0,
+        "num_rows": 0,
+        "end": 0,
+        "metrics": [],
+        "alarms": [],
+    },
     **{"seconds_since": 0.0, "error": None},
 }
 """What ``ViewedRun.overview`` says of a run without anything in it."""
@@ -77,7 +88,8 @@ class ViewedRun:
                 "has_means": len(steps) > MAX_POINTS,
                 "num_lines": self._metrics.num_lines,
                 "num_restarts": self._metrics.num_restarts,
-                "num_rows": files[-1].end if files else 0,
+                "num_rows": sum(map(_num_rows, files)),
+                "end": files[-1].end if files else 0,
                 "seconds_since": self._seconds_since_written(),
                 "metrics": self._metrics.names,
                 "alarms": [asdict(alarm) for alarm in self._alarms],
@@ -105,9 +117,10 @@ class ViewedRun:
         }
 
     def settings(self) -> dict[str, Any]:
-        """The values in force by key; empty where they are not known."""
+        """The values in force by key, without secrets; empty where they are not known."""
         with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
-            return dict(flat(yaml.safe_load((self.directory / _CONFIG).read_text(encoding="utf-8"))))
+            found = dict(flat(yaml.safe_load((self.directory / _CONFIG).read_text(encoding="utf-8"))))
+            return found | {key: "set" for key in SECRETS if found.get(key)}
         return {}
 
     def series(
@@ -170,6 +183,18 @@ class ViewedRun:
             return None
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
+
+
+def _num_rows(file: SamplesFile) -> int:
+    try:
+        return _counted(file, file.path.stat().st_mtime_ns)
+    except (CheckpointError, FileNotFoundError):  # the table of samples says so, or another file has its rows now
+        return 0
+
+
+@lru_cache(maxsize=10_000)
+def _counted(file: SamplesFile, written_at: int) -> int:
+    return file.num_rows
 
 
 def _sampled(versions: "pa.Array") -> dict[str, list[int | None]]:

@@ -122,6 +122,10 @@ async def _respond(answer: Callable[[], Any]) -> Response:
         status, found = 404, {"error": str(error)}
     except (SkyRLAsyncError, OSError) as error:
         status, found = 500, {"error": str(error)}
+    return _answer(found, status)
+
+
+def _answer(found: Any, status: int) -> Response:
     return Response(msgspec.json.encode(found), status, media_type="application/json")
 
 
@@ -173,15 +177,17 @@ class _TokenRequired:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        given = request.query_params.get("token") or request.cookies.get(_COOKIE, "")
+        cookie_name = f"{_COOKIE}_{request.url.port}"  # cookies are of a host, whatever the port
+        given = request.query_params.get("token") or request.cookies.get(cookie_name, "")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            refused = Response("the address must end with ?token=..., as the command printed it", 403)
-            await refused(scope, receive, send)
+            why = "the address must end with ?token=..., as the command printed it"
+            is_data = request.url.path.startswith("/api/")
+            await (_answer({"error": why}, 403) if is_data else Response(why, 403))(scope, receive, send)
             return
 
         async def send_with_cookie(message: Any) -> None:
             if message["type"] == "http.response.start" and "token" in request.query_params:
-                cookie = f"{_COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+                cookie = f"{cookie_name}={self._token}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"].append((b"set-cookie", cookie.encode()))
             await send(message)
 

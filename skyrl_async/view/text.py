@@ -29,7 +29,7 @@ def group_text(run_dir: Path, uid: str) -> str:
         known = sorted(set(read_samples(run_dir, ["uid"])["uid"].to_pylist()))
         named = ", ".join(get_close_matches(uid, known, _MAX_NAMED, cutoff=0) or known[:_MAX_NAMED])
         raise ConfigError(
-            f"{run_dir} has no sample of {uid!r}; it has samples of {len(known)} prompts, such as {named}"
+            f"{run_dir} has no sample of {uid!r}; it has samples of {len(known)} prompts{f', such as {named}' if named else ''}"
         )
     return "".join(_lines(uid, rows))
 

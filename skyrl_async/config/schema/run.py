@@ -16,6 +16,9 @@ from skyrl_async.config.schema.task import TaskConfig
 from skyrl_async.config.schema.trainer import TrainerConfig
 from skyrl_async.config.schema.training import TrainingConfig
 
+SECRETS = ("server.api_key", "trainer.algorithm.distillation.api_key")
+"""Keys whose values are shown nowhere."""
+
 WeightTransfer = StrEnum("WeightTransfer", ["auto", "shm", "gloo", "nccl", "ipc"])
 
 

@@ -63,7 +63,7 @@ async function loadFigures() {
   const names = panelsNow().flatMap((panel) => Object.keys(panel.lines)).join();
   const { range, byTime } = figures;
   const within = range && { by: byTime ? "time_s" : "step", begin: range.min, end: range.max };
-  figures.series = await Promise.all(overview.runs.map(({ has_means, error }, run) => error ? {} : ask("series", { run, names, ...(has_means ? within : null) })));
+  figures.series = await Promise.all(overview.runs.map(({ has_means, num_lines }, run) => !num_lines ? {} : ask("series", { run, names, ...(has_means ? within : null) })));
   byId("metrics").replaceChildren(...[...new Set(overview.runs.flatMap((run) => run.metrics))].map((value) => el("option", { value })));
   drawFigures();
   drawDifferences();

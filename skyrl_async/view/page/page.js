@@ -40,7 +40,7 @@ function drawHeader() {
   byId("runs").replaceChildren(...overview.runs.map((run, index) =>
     el("span", { className: "run", title: run.directory },
       overview.runs.length > 1 ? el("span", { className: "dot", style: { background: COLORS[index % COLORS.length] } }) : null,
-      run.name, el("small", {}, `step ${number(run.step)} · ${number(run.num_rows)} samples`))));
+      run.name, el("small", {}, `step ${number(run.step)} · ${number(run.num_rows)} rows of samples`))));
 }
 
 function drawAlarms() {

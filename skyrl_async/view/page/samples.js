@@ -65,14 +65,14 @@ function refreshSamples() {
 
 async function takeNewSamples() {
   let isNew = false, problem = null;
-  for (const [run, { num_rows, num_restarts }] of overview.runs.entries()) {
+  for (const [run, { end, num_restarts }] of overview.runs.entries()) {
     const have = browse.samples[run] ??= [];
     if (browse.restarts[run] !== num_restarts) have.length = 0; // the run went back to an earlier step: its rows were cut
     browse.restarts[run] = num_restarts;
     try {
-      while (!have.length || have.at(-1).row + 1 < num_rows) {
-        const begin = have.length ? have.at(-1).row + 1 : Math.max(0, num_rows - NEWEST);
-        const columns = num_rows ? await ask("samples", { run, begin }) : null;
+      while (!have.length || have.at(-1).row + 1 < end) {
+        const begin = have.length ? have.at(-1).row + 1 : Math.max(0, end - NEWEST);
+        const columns = end ? await ask("samples", { run, begin }) : null;
         if (!columns?.row.length) break;
         addSamples(have, columns, run);
         isNew = true;
@@ -191,7 +191,7 @@ function sortRows() {
     return sign * (x < y ? -1 : 1);
   });
   const have = browse.samples.reduce((sum, of) => sum + of.length, 0), all = overview.runs.reduce((sum, run) => sum + run.num_rows, 0);
-  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} samples${RECORDED && browse.words ? `; the report has ${number(RECORDED.runs.reduce((sum, run) => sum + Object.keys(run.rows).length, 0))} texts to search` : ""}${browse.cut.size ? `; the words are also in older ones: only the newest ${number([...browse.cut].reduce((sum, run) => sum + browse.found[run].size, 0))} are found` : ""}`;
+  byId("num-rows").textContent = `${number(browse.visible.length)} of ${have < all ? `the newest ${number(have)} of ` : ""}${number(all)} rows${RECORDED && browse.words ? `; the report has ${number(RECORDED.runs.reduce((sum, run) => sum + Object.keys(run.rows).length, 0))} texts to search` : ""}${browse.cut.size ? `; the words are also in older ones: only the newest ${number([...browse.cut].reduce((sum, run) => sum + browse.found[run].size, 0))} are found` : ""}`;
   drawRows();
 }
 
@@ -226,7 +226,7 @@ async function openSamples(query) {
   byId("of-uid").value = query.get("uid") || "";
   filterRows();
   const run = Number(query.get("run") || 0);
-  const chosen = browse.visible.find((s) => s.run === run && (!query.has("row") || s.row === Number(query.get("row"))));
+  const chosen = browse.visible.find((s) => s.run === run && (!query.has("uid") || s.uid === query.get("uid")) && (!query.has("row") || s.row === Number(query.get("row"))));
   if (chosen) choose(chosen);
 }
 
@@ -273,7 +273,11 @@ function drawDetail() {
 function loadSample(sample) {
   browse.kept ??= new Map();
   const key = `${sample.run}/${sample.row}/${browse.restarts[sample.run]}`;
-  if (!browse.kept.has(key)) browse.kept.set(key, ask("sample", { run: sample.run, row: sample.row }));
+  if (!browse.kept.has(key)) {
+    const asked = ask("sample", { run: sample.run, row: sample.row });
+    browse.kept.set(key, asked);
+    asked.catch(() => browse.kept.delete(key)); // it is asked for again
+  }
   if (browse.kept.size > 40) browse.kept.delete(browse.kept.keys().next().value);
   return browse.kept.get(key);
 }
@@ -342,10 +346,9 @@ const MOST_TOKENS = 4000;
 function drawTurns(card, whole, values) {
   if (!whole.turns) {
     card.append(el("p", { className: "soft" }, whole.num_sampled_tokens === null ? "It has no tokens." : "Its text was not kept (trainer.samples.keep, trainer.samples.max_gb)."));
-    return;
   }
   const tokens = whole.response_token_ids ? tokensOf(whole) : [], mode = MODES[browse.mode];
-  for (const turn of whole.turns) {
+  for (const turn of whole.turns || []) {
     const text = el("div", { className: "text" });
     const known = [turn.role, turn.name, turn.tool_call_id, `${number(turn.end - turn.start)} tokens`, turn.engines?.join(", ")];
     if (turn.reward !== null) known.push(`reward ${number(turn.reward)}`);

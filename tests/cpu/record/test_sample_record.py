@@ -24,8 +24,9 @@ from skyrl_async.checkpoint.checkpointer import read_state
 from skyrl_async.columns import repeated
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.errors import CheckpointError
+from skyrl_async.record import files
 from skyrl_async.record.ended import EndedGroup, Outcome
-from skyrl_async.record.files import DIRECTORY, files_in, find_samples, read_samples
+from skyrl_async.record.files import DIRECTORY, SamplesFile, files_in, find_samples, read_samples
 from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KeptGroups, ModelledGenerator
@@ -528,6 +529,23 @@ def test_a_file_that_is_damaged_or_of_another_format_is_named(tmp_path: Path, re
     file.path.write_bytes(file.path.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=f"{file.path.name} is damaged"):
         read(tmp_path)
+
+
+def test_words_are_found_while_the_run_joins_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY, turns_of=lambda row: [RowTurn("assistant", "some words", 2, 5)])
+    for uid in "abc":
+        record.add(ended(uid))
+        asyncio.run(record.flush())
+    record.close()
+    search = files._rows_with
+
+    def search_late(file: SamplesFile, words: str) -> list[int]:
+        if len(parts := files_in(tmp_path / DIRECTORY)) > 1:
+            files.join(parts)
+        return search(file, words)
+
+    monkeypatch.setattr(files, "_rows_with", search_late)
+    assert find_samples(tmp_path, "words", 10) == [2, 1, 0]
 
 
 def test_a_run_of_an_older_version_goes_on_and_what_its_files_lack_is_null(tmp_path: Path) -> None:

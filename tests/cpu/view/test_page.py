@@ -1,6 +1,7 @@
 """The page in a real Chromium, served by the real command. Skipped where no Chromium is installed."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -194,7 +195,7 @@ def test_the_table_ends_with_the_window_and_shows_the_reward_on_a_phone(run_dir:
         for width, height in ((1400, 900), (420, 900)):
             page.set_viewport_size({"width": width, "height": height})
             page.goto(f"{address}#/samples")
-            expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+            expect(page.locator("#num-rows")).to_have_text("6 of 6 rows")
             assert page.evaluate("[document.body.scrollHeight, document.body.scrollWidth]") == [height, width]
         box = page.get_by_role("columnheader", name="reward").bounding_box()
         assert box is not None and box["x"] + box["width"] < 420
@@ -241,31 +242,31 @@ def test_runs_of_different_tasks_are_said_not_to_compare(run_dir: Path, page: Pa
 def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> None:
     with served(run_dir) as address:
         page.goto(f"{address}#/samples")
-        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 rows")
         page.locator(".head", has_text="reward").get_by_text("reward", exact=True).click()
         assert "sum-3" in rows_shown(page)[-1], "without a reward it is last"
         page.select_option("#of-outcome", "failed")
-        expect(page.locator("#num-rows")).to_have_text("2 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("2 of 6 rows")
         assert "disk gone" in rows_shown(page)[-1]
         page.get_by_text("clear").click()
         page.fill("#reward-from", "half")
         expect(page.locator("#reward-from")).to_have_attribute("aria-invalid", "true")
         page.fill("#reward-from", "0.5")
-        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 rows")
         page.get_by_text("clear").click()
         page.fill("#version-from", "2")
-        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 rows")
         page.fill("#tokens-to", "16")
-        expect(page.locator("#num-rows")).to_have_text("0 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("0 of 6 rows")
         page.get_by_text("clear").click()
         page.fill("#words", "WHAT is 2")
         page.press("#words", "Enter")
-        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 rows")
         record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
         record.restore(6)
         record.add(ended("sum-4", 5, Outcome.TRAINED, answer(reward=1.0, versions=[4])))
         record.close()
-        expect(page.locator("#num-rows")).to_have_text("4 of 7 samples")
+        expect(page.locator("#num-rows")).to_have_text("4 of 7 rows")
 
 
 def test_a_search_that_fails_or_finds_too_much_says_so(run_dir: Path, page: Page) -> None:
@@ -273,20 +274,20 @@ def test_a_search_that_fails_or_finds_too_much_says_so(run_dir: Path, page: Page
     whole = file.read_bytes()
     with served(run_dir) as address:
         page.goto(f"{address}#/samples")
-        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 rows")
         file.write_bytes(whole[:100])
         page.fill("#words", "What is")
         page.press("#words", "Enter")
         expect(page.locator("#num-rows")).to_have_text("The search failed.")
         expect(page.locator("#problem")).to_contain_text(f"{file.name} is damaged")
         file.write_bytes(whole)
-        expect(page.locator("#num-rows")).to_have_text("3 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("3 of 6 rows")
         expect(page.locator("#problem")).to_be_hidden()
         page.route("**/api/find?*", lambda route: route.fulfill(json={"rows": [2, 1], "is_cut": True}))
         page.fill("#words", "Done")
         page.press("#words", "Enter")
         expect(page.locator("#num-rows")).to_have_text(
-            "2 of 6 samples; the words are also in older ones: only the newest 2 are found"
+            "2 of 6 rows; the words are also in older ones: only the newest 2 are found"
         )
 
 
@@ -399,6 +400,14 @@ def test_the_time_view_shows_spans_and_leads_from_a_wait_to_its_group(run_dir: P
         page.get_by_role("button", name="zoom in").click()
         page.get_by_role("link", name="sum-1").click()
         expect(page.locator(".detail h2")).to_contain_text("sum-1")
+        record = SampleRecord(run_dir / DIRECTORY)
+        record.restore(6, -1)
+        record.add(ended("sum-12", 9))
+        record.close()
+        page.goto(f"{address}#/time")
+        expect(page.locator("#runs")).to_contain_text("7 rows")
+        page.get_by_role("link", name="sum-1").click()
+        expect(page.locator(".detail h2")).to_have_text(re.compile("sum-1 "))
 
 
 def test_an_engine_has_a_colour_per_version_darker_when_it_is_behind_at_every_zoom(run_dir: Path, page: Page) -> None:
@@ -458,7 +467,7 @@ def test_a_report_is_one_file_that_needs_no_network(run_dir: Path, page: Page, t
     expect(page.locator(".detail h2")).to_contain_text("evil-<b>")
     page.fill("#words", "What is")
     page.press("#words", "Enter")
-    expect(page.locator("#num-rows")).to_have_text("3 of 6 samples; the report has 5 texts to search")
+    expect(page.locator("#num-rows")).to_have_text("3 of 6 rows; the report has 5 texts to search")
     page.goto(f"{report.as_uri()}#/time")
     expect(page.locator("#waits td").first).to_have_text("5.5")
     expect(page.locator("#time-state")).to_contain_text("the report has the last minute")
@@ -478,8 +487,11 @@ def test_only_who_knows_the_token_and_who_names_this_machine_is_answered(run_dir
         address = address.replace(socket.gethostname(), "127.0.0.1", 1)
         with httpx.Client() as client:
             assert client.get(address.split("?")[0]).status_code == 403
+            assert "token" in client.get(address.split("?")[0] + "api/overview").json()["error"]
             assert client.get(address).status_code == 200
-            assert client.get(address.split("?")[0] + "api/overview").status_code == 200, "by the cookie"
+            with served(run_dir, "--host", "0.0.0.0") as other:
+                assert client.get(other.replace(socket.gethostname(), "127.0.0.1", 1)).status_code == 200
+            assert client.get(address.split("?")[0] + "api/overview").status_code == 200, "by the cookie, of this port"
 
 
 def test_a_browser_is_opened_where_there_is_a_screen(run_dir: Path, tmp_path: Path) -> None:
@@ -506,7 +518,7 @@ def test_a_file_that_is_damaged_is_named_where_it_is_missed(run_dir: Path, page:
         page.goto(f"{address}#/samples")
         expect(page.locator("#problem")).to_contain_text(f"{file.name} is damaged")
         file.write_bytes(whole)
-        expect(page.locator("#num-rows")).to_have_text("6 of 6 samples")
+        expect(page.locator("#num-rows")).to_have_text("6 of 6 rows")
         expect(page.locator("#problem")).to_be_hidden()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace import Trace
@@ -18,6 +19,7 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.tasks.tokenizer import train_tokenizer
 from skyrl_async.view.__main__ import DEMO
 from skyrl_async.view.metrics_file import MetricsFile
+from skyrl_async.view.report import write_report
 from skyrl_async.view.run import ViewedRun, differences
 from skyrl_async.view.server import overview
 from tests.cpu.record.test_sample_record import ended, row
@@ -43,10 +45,11 @@ def test_figures_are_read_as_they_are_written(tmp_path: Path) -> None:
     metrics.read()
     assert metrics.steps == [1, 2], "the last line is not whole"
     append(path, end="\n")
-    append(path, {"step": 1, "reward/eval": 0.5})
+    append(path, {"step": 1, "time_s": 9.0, "reward/eval": 0.5})
     metrics.read()
     found = metrics.series(["reward/mean", "reward/eval", "engine/engine-0/lag_steps", "unknown"])
     assert found["step"] == [1, 2, 3] and found["reward/mean"] == [0.1, 0.2, 0.3]
+    assert found["time_s"] == [2.0, 4.0, 6.0], "a step is where it ended, and not where its evaluation did"
     assert found["reward/eval"][0] == 0.5 and found["engine/engine-0/lag_steps"][1] == 1
     assert "unknown" not in found and metrics.rows(1) == [{"step": 3.0, "time_s": 6.0, "reward/mean": 0.3}]
 
@@ -256,6 +259,20 @@ def test_what_engines_serve_is_known_however_long_ago_they_loaded_it(run: Viewed
     assert [(span["track"], span["name"]) for span in found] == [
         *(("engines/engine-0", "load"), ("engines/engine-1", "load"), ("publish", "gather"), ("training", "step")),
     ]
+
+
+def test_no_key_of_an_endpoint_is_among_the_settings(run: ViewedRun) -> None:
+    config = {"server": {"api_key": "sk-1", "port": 0}, "trainer": {"algorithm": {"distillation": {"api_key": None}}}}
+    (run.directory / "config.yaml").write_text(yaml.safe_dump(config))
+    expected = {"server.api_key": "set", "server.port": 0, "trainer.algorithm.distillation.api_key": None}
+    assert run.settings() == expected
+
+
+def test_a_report_has_the_figures_of_a_run_whose_samples_are_damaged(run: ViewedRun, tmp_path: Path) -> None:
+    (file,) = files_in(run.directory / DIRECTORY)
+    file.path.write_bytes(file.path.read_bytes()[:50])
+    _, (problem,) = write_report([run], tmp_path / "report.html")
+    assert f"{file.path.name} is damaged" in problem and "reward/mean" in (tmp_path / "report.html").read_text()
 
 
 def test_configurations_are_compared_by_key() -> None:
