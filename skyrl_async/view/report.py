@@ -61,7 +61,7 @@ def _file(name: str) -> str:
 
 
 def _answers(run: ViewedRun, of_run: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """What the page would ask for; without samples that cannot be read, which is added to ``problems``."""
+    """What the page would ask for; without samples if they cannot be read, which is added to ``problems``."""
     found = {
         "series": run.series(of_run["metrics"]),
         "spans": run.spans(None, None),
@@ -72,6 +72,8 @@ def _answers(run: ViewedRun, of_run: dict[str, Any], problems: list[str]) -> dic
         samples = run.samples(max(0, of_run["end"] - MAX_ROWS))
         return found | {"samples": samples, "rows": _newest_rows(run, of_run["end"])}
     except SkyRLAsyncError as error:
+        if not of_run["metrics"]:
+            raise
         problems.append(str(error))
         return found
 

@@ -263,7 +263,7 @@ def test_samples_are_sorted_filtered_and_searched(run_dir: Path, page: Page) -> 
         page.press("#words", "Enter")
         expect(page.locator("#num-rows")).to_have_text("3 of 6 rows")
         record = SampleRecord(run_dir / DIRECTORY, turns_of=turns)
-        record.restore(6)
+        record.restore(6, -1)
         record.add(ended("sum-4", 5, Outcome.TRAINED, answer(reward=1.0, versions=[4])))
         record.close()
         expect(page.locator("#num-rows")).to_have_text("4 of 7 rows")
