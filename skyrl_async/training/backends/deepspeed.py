@@ -23,8 +23,8 @@ from skyrl_async.config.schema.training import DeepSpeedConfig
 from skyrl_async.errors import TrainingError
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.sharded import ShardedBackend, persistent_buffers
-from skyrl_async.training.backends.state_files import read_state
+from skyrl_async.training.backends.sharded import ShardedBackend
+from skyrl_async.training.backends.state_files import persistent_buffers, read_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Torch's names of Adam's moments."""

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_async.errors import TrainingError
-from skyrl_async.training.backends.sharded import ShardedBackend, persistent_buffers
-from skyrl_async.training.backends.state_files import read_state
+from skyrl_async.training.backends.sharded import ShardedBackend
+from skyrl_async.training.backends.state_files import persistent_buffers, read_state
 from skyrl_async.types import WeightUpdate
 
 
@@ -110,7 +110,7 @@ class FSDPBackend(ShardedBackend):
             raise TrainingError(f"the weights of version {update.version} cannot be read: {error}") from error
         with file:
             names = set(file.keys())
-            for name, shape in self._shapes.items():
+            for name, shape in self._file_names.shapes(self._shapes).items():
                 _, found = update.manifest.get(name, ("", None))
                 if found != shape or name not in names:
                     raise TrainingError(
@@ -119,7 +119,7 @@ class FSDPBackend(ShardedBackend):
             self._reshard()
             for name, parameter in self._parameters.items():
                 assert isinstance(parameter, DTensor)
-                full = file.get_tensor(name).to(device=self._device, dtype=parameter.dtype)
+                full = self._file_names.read(name, file.get_tensor).to(device=self._device, dtype=parameter.dtype)
                 sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(sharded)
         self.version = update.version

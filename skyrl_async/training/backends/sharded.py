@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_async.training import rank_process
+from skyrl_async.training.backends.file_names import FileNames
 from skyrl_async.training.backends.settings import TrainingSettings
-from skyrl_async.training.backends.state_files import write_state
+from skyrl_async.training.backends.state_files import persistent_buffers, write_state
 from skyrl_async.training.export.manifest import check_adapter
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ShardedBackend(ABC):
         self._parameters: dict[str, nn.Parameter]
         self._trained: dict[str, nn.Parameter]
         self._shapes: dict[str, tuple[int, ...]]
+        self._file_names: FileNames
         self._optimizer: torch.optim.Optimizer
         self.adapters: LoraAdapters | None = None
         """What trains in place of the weights; None: these do."""
@@ -48,6 +50,9 @@ class ShardedBackend(ABC):
         Returns the module to call for a forward.
         """
         settings = self._settings
+        self._file_names = FileNames(model)
+        if settings.trains and not settings.is_critic and settings.published_adapter is None:
+            self._file_names.check_all_are_in(Path(settings.policy_path))
         if settings.lora is not None:
             from skyrl_async.training.backends.lora import LoraAdapters
 
@@ -102,13 +107,14 @@ class ShardedBackend(ABC):
             group["lr"] = self.lr * scale
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape by Hugging Face name, with adapters merged."""
-        return self._shapes if self.adapters is None else self.adapters.merged_shapes(self._shapes)
+        """Every parameter's full shape by the name that it has in the model's files, with adapters merged."""
+        shapes = self._shapes if self.adapters is None else self.adapters.merged_shapes(self._shapes)
+        return self._file_names.shapes(shapes)
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter and persistent buffer under its Hugging Face name, adapters merged, in a fixed order."""
+        """Yield every full parameter and persistent buffer as in the model's files, adapters merged, in a fixed order."""
         parameters = chain(self._full(self._parameters), persistent_buffers(self._model))
-        return parameters if self.adapters is None else self.adapters.merged(parameters)
+        return self._file_names.renamed(parameters if self.adapters is None else self.adapters.merged(parameters))
 
     def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
         """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``weights.formats``)."""
@@ -160,11 +166,3 @@ def lr_factor(num_completed_steps: int, settings: TrainingSettings) -> float:
         return 1.0
     progress = min(1.0, (num_completed_steps - num_warmup_steps) / max(num_steps - num_warmup_steps, 1))
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a checkpoint holds beside the parameters; equal on every rank."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer.detach()

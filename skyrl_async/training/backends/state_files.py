@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from skyrl_async.errors import CheckpointError, TrainingError
@@ -79,3 +80,11 @@ def _reason(failure: BaseException, rank: int) -> str | None:
             return None
         failure, _ = failure.failures[rank]
     return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else 'no reason'}"
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint holds beside the parameters; equal on every rank."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer.detach()
