@@ -2,19 +2,32 @@
 
 Two forms are read. APPS and its descendants have ``{"inputs": [...], "outputs": [...]}``: texts for standard input and output, or,
 with ``"fn_name"``, arguments and results of a function. LiveCodeBench has a list of ``{"input", "output", "testtype"}``.
+
+Programs find the names of the usual modules (``List``, ``deque``, ``math``) and the recursion limit that LiveCodeBench's grader gives them.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 from skyrl_async.rewards.sandbox import Limits, call_function, run_program
 
 _FENCE = "```"
-_PYTHON = frozenset({"", "python", "python3", "py"})
+_PYTHON = frozenset({"python", "python3", "py"})
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+# Behind the others, builtins restores open and pow; the import of the modules restores datetime, which is also a class.
+_STARS = [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
+_PREPARATION = "\n".join([*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)"])
 RELATIVE_TOLERANCE = 1e-6
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _SHOWN_CHARACTERS = 200
 
 
@@ -41,11 +54,15 @@ class Verdict:
 
 
 def program_in(text: str) -> str | None:
-    """Return the last fenced block of Python in ``text``; None without one. Time is linear in its length."""
+    """Return the last fenced block tagged as Python in ``text``, else the last without a tag; None without either.
+
+    Time is linear in the length of ``text``.
+    """
     pieces = text.split(_FENCE)
     blocks = [_block(piece) for piece in pieces[1:-1:2]]
-    programs = [body for language, body in blocks if language in _PYTHON]
-    return programs[-1] if programs else None
+    tagged = [body for language, body in blocks if language in _PYTHON]
+    untagged = [body for language, body in blocks if not language]
+    return next(reversed(tagged or untagged), None)
 
 
 def read_tests(ground_truth: Any) -> CodeTests:
@@ -66,6 +83,8 @@ def read_tests(ground_truth: Any) -> CodeTests:
 
 def judge_program(source: str, tests: CodeTests, limits: Limits | None = None) -> Verdict:
     """Run ``source`` on ``tests``; blocks as ``run_program`` does. Standard input is tested until the first failure."""
+    # A text of its own for the compiler keeps the numbers of its lines, and may begin with a __future__ import.
+    source = f"{_PREPARATION}\nexec(compile({source!r}, 'program.py', 'exec'))"
     if tests.function is not None:
         return _judge_function(source, tests, tests.function, limits)
     for index, (given, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True)):
@@ -81,8 +100,21 @@ def judge_program(source: str, tests: CodeTests, limits: Limits | None = None) -
 
 
 def is_same_output(output: str, expected: str) -> bool:
-    """Whether two texts have the same words in the same lines, empty lines at the end aside."""
-    return _words(output) == _words(expected)
+    """Whether two texts have the same words in the same lines, empty lines at the end aside.
+
+    Two decimals (``0.5`` and ``0.50``) are the same within 1e-6 of their size; APPS' and verl's graders have a tolerance, too.
+    """
+    left, right = _words(output), _words(expected)
+    return list(map(len, left)) == list(map(len, right)) and all(
+        map(_is_same_word, chain.from_iterable(left), chain.from_iterable(right))
+    )
+
+
+def _is_same_word(left: str, right: str) -> bool:
+    if left == right or not (_DECIMAL.fullmatch(left) and _DECIMAL.fullmatch(right)):
+        return left == right
+    numbers = Decimal(left), Decimal(right)
+    return abs(numbers[0] - numbers[1]) <= Decimal(str(RELATIVE_TOLERANCE)) * max(map(abs, numbers))
 
 
 def is_same_result(result: Any, expected: Any) -> bool:
@@ -136,7 +168,10 @@ def _apps_tests(found: Mapping[str, Any]) -> CodeTests:
     function = found.get("fn_name")
     if function is None:
         return CodeTests(function=None, inputs=_texts(found["inputs"]), outputs=_texts(found["outputs"]))
-    return CodeTests(function=str(function), inputs=tuple(map(list, found["inputs"])), outputs=tuple(found["outputs"]))
+    wrong = [arguments for arguments in found["inputs"] if not isinstance(arguments, list)]
+    if wrong:
+        raise ValueError(f"with fn_name, inputs must hold a list of arguments per call, got {_shown(wrong[0])}")
+    return CodeTests(function=str(function), inputs=tuple(found["inputs"]), outputs=tuple(found["outputs"]))
 
 
 def _live_code_bench_tests(found: Sequence[Mapping[str, Any]]) -> CodeTests:
@@ -146,11 +181,21 @@ def _live_code_bench_tests(found: Sequence[Mapping[str, Any]]) -> CodeTests:
     inputs, outputs = [test["input"] for test in found], [test["output"] for test in found]
     if not any(test.get("testtype") == "functional" for test in found):
         return CodeTests(function=None, inputs=_texts(inputs), outputs=_texts(outputs))
-    function = (found[0].get("metadata") or {}).get("func_name")
+    metadata = found[0].get("metadata")
+    function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if not function:
         raise ValueError(f"a functional test must have metadata.func_name, got {_shown(found[0])}")
-    arguments = tuple([json.loads(line) for line in str(text).splitlines() if line.strip()] for text in inputs)
-    return CodeTests(function=str(function), inputs=arguments, outputs=tuple(json.loads(text) for text in outputs))
+    arguments = tuple([_value_of(line) for line in str(text).splitlines() if line.strip()] for text in inputs)
+    return CodeTests(function=str(function), inputs=arguments, outputs=tuple(map(_value_of, outputs)))
+
+
+def _value_of(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a functional test must have JSON texts, one argument a line, as input and output, got {_shown(text)}: {error}"
+        ) from error
 
 
 def _block(fenced: str) -> tuple[str, str]:

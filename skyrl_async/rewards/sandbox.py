@@ -43,7 +43,8 @@ os.dup2(2, 1)
 program = sys.modules["program"] = types.ModuleType("program")
 names = vars(program)
 exec(compile(given["source"], "program.py", "exec"), names)
-function = names[given["function"]] if given["function"] in names else getattr(names["Solution"](), given["function"])
+solution, name = names.get("Solution"), given["function"]
+function = getattr(solution() if hasattr(solution, name) else program, name)
 json.dump([function(*arguments) for arguments in given["calls"]], answers)
 answers.close()
 """

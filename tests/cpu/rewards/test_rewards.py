@@ -211,6 +211,8 @@ def test_the_last_fenced_block_of_python_is_the_program() -> None:
     text = "First\n```python\na\n```\nthen\n```py\nb\n```\nand ```json\n{}\n```"
     assert program_in(text) == "b\n"
     assert program_in("```\nc\n```") == "c\n"
+    assert program_in("```python\nd\n```\nFor the input 3 it prints\n```\n6\n```") == "d\n"
+    assert program_in("```\ne\n```\nnot\n```text\nf\n```") == "e\n"
     assert program_in("print(1)") is None
     assert program_in("```python\nopen") is None
 
@@ -244,6 +246,28 @@ def test_functions_are_tested_by_arguments_and_results_of_either_dataset_form() 
     assert verdict.reason == "'add(1.5, 2)' returned -0.5 instead of 3.5"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Solution:\n  def search(self, nums: List[int], target: int) -> Optional[int]: return bisect_left(nums, target)",
+        "from __future__ import annotations\ndef search(nums: Any, target): return Counter(nums[:bisect.bisect(nums, target)]).total() - 1",
+        "def search(nums, target): return pow(heapq.nsmallest(2, nums)[1] - 2, gcd(2, 3), 2)",
+        "def search(nums, target):\n  def at(i): return 1 if i == 5000 else at(i + 1)\n  return at(0) * datetime.date(1, 1, 1).day",
+    ],
+)
+def test_a_right_function_needs_no_imports_of_its_own(source: str) -> None:
+    tests = CodeTests(function="search", inputs=([[2, 5, 7], 5],), outputs=(1,))
+    assert judge_program(source, tests).reason is None
+
+
+def test_a_right_program_needs_no_imports_of_its_own_and_its_lines_keep_their_numbers() -> None:
+    tests = CodeTests(function=None, inputs=("3\n",), outputs=("3 [0, 1, 2]",))
+    source = "n = int(sys.stdin.readline())\nif __name__ == '__main__':\n    print(n, sorted(deque(range(n))))"
+    assert judge_program(f"from __future__ import annotations\n{source}", tests).reason is None
+    verdict = judge_program("x = 1\nif x:\npass", tests)
+    assert verdict.reason is not None and "after 'if' statement on line 2" in verdict.reason
+
+
 def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> None:
     tests = CodeTests(function="f", inputs=([1],), outputs=([1],))
     modern = (
@@ -252,8 +276,16 @@ def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> 
     )
     assert judge_program(modern, tests).reason is None
     missing, wrong = judge_program("x = 1", tests), judge_program("def f(x): return {x}", tests)
-    assert (missing.reason is not None and "NameError" in missing.reason) or "KeyError" in str(missing.reason)
+    assert missing.reason is not None and "AttributeError: module 'program' has no attribute 'f'" in missing.reason
     assert wrong.reason is not None and "TypeError" in wrong.reason
+
+
+FUNCTIONAL: dict[str, Any] = {
+    "input": "1",
+    "output": "1",
+    "testtype": "functional",
+    "metadata": {"func_name": "f"},
+}
 
 
 @pytest.mark.parametrize(
@@ -265,12 +297,37 @@ def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> 
         ([], "got 0 and 0"),
         ([{"input": "1"}], "must have input and output"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "must have metadata.func_name"),
+        ([FUNCTIONAL | {"metadata": "f"}], "must have metadata.func_name, got {.*'metadata': 'f'}"),
+        ([FUNCTIONAL | {"output": 5}], "must have JSON texts, one argument a line, as input and output, got 5: "),
+        ([FUNCTIONAL | {"input": "1\nx"}], "must have JSON texts, one argument a line, as input and output, got 'x': "),
+        ({"fn_name": "f", "inputs": [5], "outputs": [5]}, "inputs must hold a list of arguments per call, got 5"),
+        ({"fn_name": "f", "inputs": ["abc"], "outputs": [5]}, "must hold a list of arguments per call, got 'abc'"),
+        ({"fn_name": "f", "inputs": [None], "outputs": [5]}, "must hold a list of arguments per call, got None"),
         ("{", "Expecting"),
     ],
 )
 def test_tests_that_cannot_be_read_say_what_they_should_be(tests: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "is_same"),
+    [
+        ("0.5", "0.50", True),
+        ("0.3333333333333333", "0.333333", True),
+        ("x 1.5e-05\n-0.0", "x 0.000015\n0.00", True),
+        ("0.51", "0.50", False),
+        ("0.333", "0.333333", False),
+        ("1000000007", "1000000000", False),
+        ("3", "3.0", False),
+        ("007", "7", False),
+        ("0.5 1", "0.5\n1", False),
+        ("1.2.3", "1.2.30", False),
+    ],
+)
+def test_a_decimal_is_right_however_many_digits_are_written(output: str, expected: str, is_same: bool) -> None:
+    assert is_same_output(output, expected) is is_same
 
 
 def test_outputs_are_compared_by_words_and_results_by_value() -> None:
