@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from skyrl_async.composition.data import prepare_prompts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.environments import reasoning_gym
-from skyrl_async.environments.reasoning_gym import make_prompts
+from skyrl_async.environments.reasoning_gym import make_prompts, marked_answer
 from skyrl_async.errors import ConfigError
 from skyrl_async.tasks.registry import make_environment
 from tests.cpu.config.test_config import policy_directory
@@ -51,6 +52,31 @@ def test_a_task_without_the_name_of_its_dataset_is_refused() -> None:
 def test_a_row_that_names_no_item_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"column reasoning_gym must have dataset, config, seed, size and index"):
         make_environment("reasoning_gym", {"reasoning_gym": {"dataset": "chain_sum"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so <answer> 4 </answer>", "4"),
+        ("<answer>4</answer> no <answer>\n5\n</answer>.", "5"),
+        ("<answer>4</answer> no </answer>", "4"),
+        ("<answer>4</answer> no <answer>5", "4"),
+        ("the <answer> is <answer>4</answer>", "is <answer>4"),
+        ("<answer></answer>", ""),
+        ("</answer>4<answer>", None),
+        ("4", None),
+    ],
+)
+def test_the_last_closed_mark_holds_the_answer(text: str, answer: str | None) -> None:
+    assert marked_answer(text) == answer
+    found = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
+    assert answer == (found[-1].strip() if found else None)
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer>a</answer>"])
+def test_the_answer_is_found_in_linear_time(piece: str) -> None:
+    """Marks without an end took minutes on this length; the deadline is that of the test."""
+    marked_answer(piece * 100_000)
 
 
 @pytest.mark.parametrize("hash_seed", [None, "random"])
