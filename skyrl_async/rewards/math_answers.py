@@ -2,9 +2,10 @@ r"""Final answers in what a policy wrote, and when two of them are equal: number
 
 A number (GSM8K) is the first after ``####``, compared as a decimal: ``18``, ``18.0`` and ``$18`` are one.
 
-Two boxed answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``, units,
-``x=``); or the same rational number, computed exactly from decimals, fractions, percents and powers of ten; or, for lists,
-tuples and sets, if their parts are equal. Nothing is evaluated, and time is linear in the length of the texts.
+Two boxed answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``; a unit
+or ``x=`` where the other has none or the same); or the same rational number, computed exactly from decimals, fractions, mixed numbers,
+percents and powers of ten; or, for lists, tuples and sets, if their parts are equal. Nothing is evaluated, and time is linear in the
+length of the texts.
 
 ``is_equal_answer`` also finds ``\sqrt{3}/2`` and ``\frac{\sqrt{3}}{2}`` equal, and ``(x+1)^2`` and ``x^2+2x+1``. The package math-verify
 computes that. It has sympy evaluate what a policy wrote, which may run code, and for ever; hence it runs in the sandbox.
@@ -23,22 +24,26 @@ MAX_CHARACTERS = 500
 """Longer answers equal nothing: they are no final answers."""
 MAX_BOXES = 16
 """Boxes looked at, from the end, for one that is whole."""
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
-_MARKED_LINE = re.compile(r"(?:####|(?i:\banswer:))([^\n]*)")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])(?: +(?=\{))?")
+_MARKED_LINE = re.compile(r"(?:####|(?i:\banswer)[ *]*:)([^\n]*)")
 _DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$]|\\ |\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
+    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$()\[\]]|\\ |\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
 )
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
-_UNITS = re.compile(
-    r"(?<=\d)(?:\s*(?:degrees?|cm|km|kg|inches|inch|feet|foot|miles?|hours?|minutes?|seconds?|dollars?|cents?|units?)|\s+[mg])"
-    r"(?:\^\{?[23]\}?)?$"
+_UNIT = re.compile(
+    r"(?<=\d)(?:\s*(degree|cm|km|kg|inch|feet|foot|mile|hour|minute|second|dollar|cent|unit)(?:e?s)?|\s+([mg]))"
+    r"(?:\^\{?([23])\}?)?$"
 )
-_ASSIGNMENT = re.compile(r"^[a-zA-Z]\w?\s*=\s*(?=\S)")
+_LEFT_SIDE = re.compile(r"^([a-zA-Z]\w?)\s*=\s*(?=\S)")
+_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)")
+_GROUP = re.compile(r"\{([^{},\\]+)\}")
+_SPACED_MIXED = re.compile(r"(?<![\w./}])(\d+)\s+(\d+)/(\d+)(?![\w./])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SPACED_COMMA = re.compile(r",\s")
 _SHORT_FORMS = (
     (re.compile(r"\\frac(\d)(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac(\d)\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac(\{[^{}]*\})(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"),
 )
 _DECIMAL = r"[+-]?(?:\d+\.?\d*|\.\d+)"
@@ -46,10 +51,10 @@ _PLAIN = re.compile(_DECIMAL)
 _RATIO = re.compile(rf"({_DECIMAL})/({_DECIMAL})")
 _FRACTION = re.compile(rf"([+-]?)\\frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
-_SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:\\times|\\cdot)10\^\{{?([+-]?\d{{1,3}})\}}?")
+_SCIENTIFIC = re.compile(rf"(?:({_DECIMAL})(?:\\times|\\cdot)|([+-]?))10\^\{{?([+-]?\d{{1,3}})\}}?")
 _OPENING, _CLOSING = "([{", ")]}"
-_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
-_MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
+_NUMBER = r"(?:-?\\?\$|\\?\$-|-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_MARKED_NUMBER = re.compile(rf"####[\s*]*({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 LIMITS = Limits(cpu_s=10, wall_s=30.0, memory_mb=2048)
 """Limits of one comparison, most of which goes to the import of sympy. An answer that needs more is wrong."""
@@ -88,28 +93,40 @@ def final_answer(text: str) -> str | None:
     if (boxed := boxed_answer(text)) is not None:
         return boxed
     marked = _MARKED_LINE.findall(text)
-    return (marked[-1].strip() or None) if marked else None
+    return (marked[-1].strip(" \t\r*") or None) if marked else None
 
 
-def normalised(answer: str) -> str:
-    """Return ``answer`` without what is layout, the commas of ``1,234`` among it where they cannot be those of a list."""
-    text = _without_marks(answer)
+def _normalised(text: str) -> str:
+    """``text`` without spaces, in full forms, and without the commas of ``1,234`` where they cannot be those of a list."""
     if text[:1] not in _OPENING or _SPACED_COMMA.search(text):
         text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return _condensed(text)
 
 
-def _without_marks(answer: str) -> str:
-    text = answer.strip().rstrip(".").strip().replace("{,}", ",")
+def _values(answer: str, truth: str) -> tuple[str, str] | None:
+    """Both answers without layout, units and left sides; None where they have different units or left sides."""
+    left_sides, values, units = zip(_taken_apart(answer), _taken_apart(truth), strict=True)
+    is_contrary = any(len({*names} - {""}) > 1 for names in (left_sides, units))
+    return None if is_contrary else values
+
+
+def _taken_apart(answer: str) -> tuple[str, str, str]:
+    """The left side (``x`` of ``x=5``), the value and the unit of an answer, without layout; empty where it has none."""
+    text = answer.strip().rstrip(".").strip().replace("{,}", ",").replace("\u2212", "-")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
-    text = _WORDS.sub(r" \1", _DROPPED.sub("", text))
-    text = _UNITS.sub("", text.strip())
-    text = _ASSIGNMENT.sub("", text.strip())
-    return text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
+    text = _WORDS.sub(r" \1", _DROPPED.sub("", text)).strip()
+    left_side, unit = _LEFT_SIDE.match(text), _UNIT.search(text)
+    value = text[left_side.end() if left_side else 0 : unit.start() if unit else None].strip()
+    if whole := _CHOICE.fullmatch(value) or _GROUP.fullmatch(value):
+        value = whole[1]
+    value = value.replace("\\{", "{").replace("\\}", "}") if value.startswith("\\{") else value
+    currency = "dollar" if answer.strip().startswith("\\$") else ""
+    unit_name = "".join(part or "" for part in unit.groups()).replace("feet", "foot") if unit else currency
+    return left_side[1] if left_side else "", value, unit_name
 
 
 def _condensed(text: str) -> str:
-    text = text.replace(" ", "")
+    text = _SPACED_MIXED.sub(r"\1\\frac{\2}{\3}", text).replace(" ", "")
     for pattern, whole in _SHORT_FORMS:
         text = pattern.sub(whole, text)
     return text
@@ -118,7 +135,7 @@ def _condensed(text: str) -> str:
 def as_rational(answer: str) -> Fraction | None:
     """Return the number that a normalised answer is, exactly; None where it is none of the plain forms."""
     if answer.endswith("%"):
-        number = as_rational(answer[:-1])
+        number = None if answer.endswith("%%") else as_rational(answer[:-1])
         return None if number is None else number / 100
     with suppress(ZeroDivisionError):
         if _PLAIN.fullmatch(answer):
@@ -130,16 +147,16 @@ def as_rational(answer: str) -> Fraction | None:
         if match := _MIXED.fullmatch(answer):
             return Fraction(f"{match[1]}1") * (int(match[2]) + Fraction(int(match[3]), int(match[4])))
         if match := _SCIENTIFIC.fullmatch(answer):
-            return Fraction(match[1]) * Fraction(10) ** int(match[2])
+            return Fraction(match[1] or f"{match[2]}1") * Fraction(10) ** int(match[3])
     return None
 
 
 def is_same_answer(answer: str, truth: str) -> bool:
     """Whether two answers are equal by their text, their number or their parts."""
-    if max(len(answer), len(truth)) > MAX_CHARACTERS:
+    if max(len(answer), len(truth)) > MAX_CHARACTERS or (values := _values(answer, truth)) is None:
         return False
-    as_lists = (_condensed(_without_marks(text)) for text in (answer, truth))  # every comma is one between parts
-    return _is_same(*as_lists) or _is_same(normalised(answer), normalised(truth))
+    as_lists = map(_condensed, values)  # every comma is one between parts
+    return _is_same(*as_lists) or _is_same(*map(_normalised, values))
 
 
 def _is_same(left: str, right: str) -> bool:
@@ -202,7 +219,7 @@ def flexible_answer(text: str) -> str | None:
 def as_number(text: str) -> Decimal | None:
     """Return what ``1,234.50`` or ``$12`` is as a number; None for what is none."""
     try:
-        number = Decimal(text.strip().replace(",", "").replace("$", ""))
+        number = Decimal(text.strip().replace(",", "").replace("\\$", "").replace("$", ""))
     except InvalidOperation:
         return None
     return number if number.is_finite() else None
@@ -235,8 +252,9 @@ def is_equal_answer(answer: str, truth: str, *, limits: Limits = LIMITS) -> bool
     """
     if is_same_answer(answer, truth):
         return True
-    are_numbers = all(as_rational(normalised(text)) is not None for text in (answer, truth))
-    if are_numbers or max(len(answer), len(truth)) > MAX_CHARACTERS:
+    if max(len(answer), len(truth)) > MAX_CHARACTERS or (values := _values(answer, truth)) is None:
+        return False
+    if all(as_rational(_normalised(text)) is not None for text in values):
         return False
     _, results = call_function(_PROGRAM, "is_equal", [(answer, truth)], limits=limits)
     return results == [True]

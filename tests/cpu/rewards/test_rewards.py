@@ -47,6 +47,9 @@ def test_what_skyrl_gym_rewards_is_rewarded(text: str, truth: int, is_marked: bo
         ("2+3=5\n#### 5", "5", "5"),
         ("#### $1,234.50.", "$1,234.50", "$1,234.50"),
         ("####-7 apples", "-7", "-7"),
+        (r"#### \$18", r"\$18", r"\$18"),
+        ("#### $-5", "$-5", "$-5"),
+        ("#### **18**", "18", "18"),
         ("#### 5\n#### 6", "5", "6"),
         ("so 12 in all", None, "12"),
         ("#### none of 3", None, "3"),
@@ -61,6 +64,7 @@ def test_the_marked_number_is_the_strict_answer_and_the_last_number_the_flexible
 
 def test_an_answer_is_right_by_its_value() -> None:
     assert is_right_answer("#### $1,000.00", "1000") and is_right_answer("#### 18", "18.0")
+    assert is_right_answer(r"#### \$18", "18") and is_right_answer("#### $-5", "-5")
     assert (
         not is_right_answer("#### 18", "81") and not is_right_answer("18", "18") and not is_right_answer("#### 1", "x")
     )
@@ -77,6 +81,12 @@ def test_an_answer_is_right_by_its_value() -> None:
         (r"\fbox{a{b}c}", "a{b}c"),
         ("we get\nAnswer: 42\n", "42"),
         ("#### x+1", "x+1"),
+        ("**Answer:** 42", "42"),
+        ("**Answer**: 42", "42"),
+        ("**Answer: 42**", "42"),
+        ("Answer : 42", "42"),
+        ("#### **42**", "42"),
+        (r"\boxed {42}", "42"),
         ("Answer:", None),
         ("nothing", None),
     ],
@@ -114,6 +124,23 @@ EQUAL = [
     (r"\{100,200\}", r"\{200, 100\}"),
     (r"1,\!234\text{ km}", "1234"),
     (r"3\text{m}", "3"),
+    ("3 hours", "3 hour"),
+    ("2 feet", "2 foot"),
+    ("5 cm^2", r"5\text{ cm}^{2}"),
+    (r"\$5", "5 dollars"),
+    ("x=1", "x = 1"),
+    ("1 1/2", "1.5"),
+    ("-2 1/3", "-7/3"),
+    ("2 1/2 inches", "2.5"),
+    ("(1 1/2, 3)", "(1.5, 3)"),
+    ("10^{5}", "100000"),
+    ("10^{-3}", "0.001"),
+    ("-10^2", "-100"),
+    (r"\(42\)", "42"),
+    (r"\text{(C)}", "C"),
+    ("{42}", "42"),
+    ("\u22125", "-5"),
+    (r"\frac{1}2", "0.5"),
 ]
 DIFFERENT = [
     ("0.333", "1/3"),
@@ -131,6 +158,19 @@ DIFFERENT = [
     ("(1,200)", "(1200)"),
     ("1, 200", "1200"),
     ("3m", "3"),
+    ("3 hours", "3 minutes"),
+    ("3 miles", "3 minutes"),
+    ("5 cm", "5 km"),
+    ("5 m", "5 g"),
+    ("5 dollars", "5 cents"),
+    (r"\$5", "5 cents"),
+    ("5 cm^2", "5 cm^3"),
+    ("5 cm^2", "5 cm"),
+    ("1 1/2", "11/2"),
+    ("2 1/3", "7"),
+    ("x=1", "y=1"),
+    ("(C)", "D"),
+    (f"1{'%' * 400}", "1"),
 ]
 
 
@@ -217,7 +257,9 @@ def test_the_last_fenced_block_of_python_is_the_program() -> None:
     assert program_in("```python\nopen") is None
 
 
-@pytest.mark.parametrize("piece", ["```", "```python\n", "<calc>", "#### ", "\\boxed{", "Answer:", "1,", " ", "-", "$"])
+@pytest.mark.parametrize(
+    "piece", ["```", "```python\n", "<calc>", "#### ", "\\boxed{", "Answer:", "1,", " ", "-", "$", "*", "answer "]
+)
 def test_what_is_looked_for_in_an_answer_is_found_in_linear_time(piece: str) -> None:
     """Each took minutes on this length where it was quadratic; the deadline is that of the test."""
     text = piece * (1_000_000 // len(piece))

@@ -26,7 +26,16 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it_and_what_doe
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "is_equal"), [("0.5", r"\frac{1}{2}", True), ("5", "6", False), ("1" * 501, "x", False)]
+    ("answer", "truth", "is_equal"),
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        ("5", "6", False),
+        ("1" * 501, "x", False),
+        ("1" * 5000, "1", False),
+        (f"1{'%' * 3000}", "1", False),
+        ("3 hours", "3 minutes", False),
+        ("x=1", "y=1", False),
+    ],
 )
 def test_what_can_be_told_without_computing_takes_no_process(
     answer: str, truth: str, is_equal: bool, monkeypatch: pytest.MonkeyPatch
