@@ -5,8 +5,10 @@
 Flows in: a row's columns, then what the policy says. Flows out: the reward. Does not know who plays.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.generators.gym.environment import turn_reward
 from skyrl_async.rewards.code_tests import judge_program, program_in, read_tests
 from skyrl_async.rewards.math_answers import (
+    MAX_CHARACTERS,
     as_number,
     final_answer,
     is_equal_answer,
@@ -59,11 +62,15 @@ def told(
 
 def ground_truth_of(extras: Mapping[str, Any] | None, expected: str) -> Any:
     """Return ``reward_spec.ground_truth`` (``reward_model`` in verl's files); ``ConfigError`` says what it should be."""
+    return _reward_spec(extras, expected)["ground_truth"]
+
+
+def _reward_spec(extras: Mapping[str, Any] | None, expected: str) -> Mapping[str, Any]:
     columns = extras or {}
     for name in ("reward_spec", "reward_model"):
         spec = columns.get(name)
         if isinstance(spec, Mapping) and spec.get("ground_truth") not in (None, ""):
-            return spec["ground_truth"]
+            return spec
     found = {name: columns[name] for name in ("reward_spec", "reward_model") if name in columns}
     raise ConfigError(f"reward_spec.ground_truth must be {expected}, found {found or f'the columns {sorted(columns)}'}")
 
@@ -75,9 +82,9 @@ class Gsm8kEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__()
-        self.ground_truth = str(ground_truth_of(extras, "the right number"))
-        spec = (extras or {}).get("reward_spec")
-        self.is_flexible = isinstance(spec, Mapping) and spec.get("method") == "flexible"
+        spec = _reward_spec(extras, "the right number")
+        self.ground_truth = str(spec["ground_truth"])
+        self.is_flexible = spec.get("method") == "flexible"
         if as_number(self.ground_truth) is None:
             raise ConfigError(f"reward_spec.ground_truth must be a number, got {self.ground_truth!r}")
 
@@ -93,8 +100,7 @@ class MathEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__()
-        truth = str(ground_truth_of(extras, "the right answer"))
-        self.ground_truth = final_answer(truth) or truth
+        self.ground_truth = _right_answer(ground_truth_of(extras, "the right answer"))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -104,6 +110,30 @@ class MathEnv(BaseTextEnv):
     def is_right(self, answer: str) -> bool:
         """Whether a final answer equals the right one."""
         return is_same_answer(answer, self.ground_truth)
+
+
+def _right_answer(truth: Any) -> str:
+    """The answer that a row's truth is, or marks, or holds as a list of one; ``ConfigError`` for what no answer could equal."""
+    found = truth
+    if isinstance(truth, str) and truth.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):  # most such texts are intervals and sets
+            found = json.loads(truth)
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    elif isinstance(truth, str) and isinstance(found, list) and all(isinstance(end, int | float) for end in found):
+        found = truth  # [1, 2] is an interval
+    if not isinstance(found, str | int | float):
+        raise ConfigError(
+            f"reward_spec.ground_truth must be one answer (a text, a number, or a list of one), got {str(truth)[:200]!r}: "
+            "write the answer itself there, or judge answers by task.reward"
+        )
+    answer = final_answer(str(found)) or str(found)
+    if len(answer) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"reward_spec.ground_truth must be an answer of at most {MAX_CHARACTERS} characters, got {len(answer)}: {answer[:200]!r}...; "
+            r"mark the answer in it by \boxed{}, Answer: or ####"
+        )
+    return answer
 
 
 class MathVerifyEnv(MathEnv):

@@ -58,6 +58,8 @@ def test_a_row_may_ask_for_the_flexible_answer() -> None:
 
 
 def test_rows_of_verl_have_their_truth_in_reward_model() -> None:
+    flexible = make_environment("gsm8k", {"reward_model": {"method": "flexible", "ground_truth": 18}})
+    assert flexible.step("that makes 18 in all")["reward"] == 1.0
     environment = make_environment("math", {"reward_model": {"style": "rule", "ground_truth": "7"}})
     assert environment.step(r"\boxed{7}")["reward"] == 1.0
 
@@ -73,6 +75,19 @@ def test_rows_of_verl_have_their_truth_in_reward_model() -> None:
         ("gsm8k", {"reward_spec": {"method": "rule"}}, r"must be the right number, found \{'reward_spec': \{'method'"),
         ("gsm8k", {"reward_spec": {"ground_truth": "many"}}, r"must be a number, got 'many'"),
         ("math", {}, "must be the right answer"),
+        *(
+            (
+                "math",
+                {"reward_spec": {"ground_truth": truth}},
+                r"ground_truth must be one answer \(.*\), got .*: write the",
+            )
+            for truth in (["1", "2"], '["1", "2"]', [["1"]], {"answer": 1}, '{"answer": 1}', [1, 2], [])
+        ),
+        (
+            "math",
+            {"reward_spec": {"ground_truth": "1" * 501}},
+            "an answer of at most 500 characters, got 501: '1.*mark the",
+        ),
         ("code", {"reward_spec": {"ground_truth": "[3]"}}, r"must be an object with inputs and outputs"),
         ("code", {"reward_spec": {"ground_truth": DOUBLING}, "time_limit_s": 0}, r"time_limit_s must be a number > 0"),
     ],
@@ -80,6 +95,16 @@ def test_rows_of_verl_have_their_truth_in_reward_model() -> None:
 def test_a_row_without_what_its_environment_needs_is_refused(env_class: str, columns: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_environment(env_class, columns)
+
+
+@pytest.mark.parametrize("truth", [["34"], '["34"]', [34], "[34]", 34, f"{'so ' * 500}#### 34"])
+def test_the_right_answer_may_be_a_list_of_one_or_marked_in_a_text(truth: Any) -> None:
+    assert rewarded("math", truth, r"\boxed{34}") == 1.0
+
+
+@pytest.mark.parametrize("truth", ["[1, 2]", "{1, 2}", r"\{1, 2\}", "[1, 2)"])
+def test_an_interval_or_a_set_is_one_answer(truth: str) -> None:
+    assert rewarded("math", truth, rf"\boxed{{{truth}}}") == 1.0
 
 
 def test_an_environment_that_somebody_registered_under_one_of_the_names_stays() -> None:
