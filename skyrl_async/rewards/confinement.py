@@ -4,8 +4,9 @@ Standard library only, because ``sandbox`` starts it by its path. What holds, in
 
 - limits of CPU time, memory, open files, size of what is written to a file; no core dump;
 - no capabilities, and none to gain: also where a container runs as root;
-- Landlock (Linux 5.13, where the kernel has it): nothing is read but the interpreter, the system's libraries and the working
-  directory, and no file is made or written: no limit bounds how many files a program makes, hence how much of the disk it fills;
+- Landlock (Linux 5.13, where the kernel has it): nothing is read but the interpreter, the system's libraries, the working directory
+  and the file that is standard input, and no file is made or written: no limit bounds how many files a program makes, hence how much
+  of the disk it fills;
 - a seccomp filter: no new process, no socket, no signal to another process, no namespaces, nothing that outlives it.
 
 The first argument has the limits as JSON, the second is the program's path, the third a file descriptor to which one line is written once
@@ -106,6 +107,8 @@ def restrict_files(working_dir: str) -> bool:
     _check(min(ruleset, 0), "landlock_create_ruleset")
     allowed = dict.fromkeys((*_SYSTEM, sys.prefix, sys.base_prefix), _READ)
     allowed["/dev/null"] |= _WRITE_FILE
+    if os.path.isfile("/dev/stdin"):  # Landlock has no rule for a pipe
+        allowed["/dev/stdin"] = _READ
     for path, rights in (allowed | {working_dir: _READ_FILE | _READ_DIR}).items():
         if os.path.exists(path):
             _allow(ruleset, path, rights & handled)

@@ -31,6 +31,13 @@ def test_a_program_reads_its_input_and_its_output_is_returned() -> None:
     assert (outcome.output, outcome.error, outcome.failure) == ("cba 3\n", "hm\n", None)
 
 
+@pytest.mark.parametrize("path", ["/dev/stdin", "/proc/self/fd/0"])
+def test_a_program_may_open_its_input_by_name_and_not_write_to_it(path: str) -> None:
+    assert run(f"print(open({path!r}).read())", stdin="abc").output == "abc\n"
+    if has_landlock():
+        assert "PermissionError" in str(run(f"open({path!r}, 'w')", stdin="abc").failure)
+
+
 def test_a_program_that_waits_for_more_input_than_there_is_gets_an_end_of_file() -> None:
     assert "EOFError" in str(run("input()\ninput()", stdin="one\n").failure)
 
