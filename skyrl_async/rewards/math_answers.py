@@ -120,8 +120,8 @@ def _taken_apart(answer: str) -> tuple[str, str, str]:
     if whole := _CHOICE.fullmatch(value) or _GROUP.fullmatch(value):
         value = whole[1]
     value = value.replace("\\{", "{").replace("\\}", "}") if value.startswith("\\{") else value
-    currency = "dollar" if answer.strip().startswith("\\$") else ""
-    unit_name = "".join(part or "" for part in unit.groups()).replace("feet", "foot") if unit else currency
+    sign = "%" if value.endswith("%") else "dollar" if answer.strip().startswith("\\$") else ""
+    unit_name = "".join(part or "" for part in unit.groups()).replace("feet", "foot") if unit else sign
     return left_side[1] if left_side else "", value, unit_name
 
 
