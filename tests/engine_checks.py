@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.inference.engines.ray import RayEngine
@@ -51,6 +51,30 @@ def make_policy(directory: Path, *, seed: int, is_tied: bool, max_model_len: int
         initializer_range=0.3,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def make_moe_policy(directory: Path, *, seed: int) -> Path:
+    """Two of four experts compute each token."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
     return directory
 
 
@@ -192,7 +216,7 @@ def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
 def reference_logprobs(
     policy_dir: Path, prompt: Sequence[int] | TokenIds, output: EngineOutput, temperature: float
 ) -> torch.Tensor:
-    model = Qwen3ForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
     whole = torch.from_numpy(follow(prompt, output)).long()
     with torch.no_grad():
         logprobs = (model(whole[None]).logits[0] / temperature).log_softmax(-1)

@@ -111,7 +111,7 @@ class WorkerExtension:
                 self._model().load_weights(bucket)
             finalize_layerwise_reload(self._model(), self.model_config)  # type: ignore[attr-defined]
             if current_platform.is_cpu():
-                _repack_shared_weights(self._model())
+                _pack_again(self._model())
             else:
                 torch.accelerator.synchronize()  # from here on nothing reads the trainer's shared tensors
 
@@ -271,16 +271,18 @@ def _is_plain(layer: nn.Module) -> bool:
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-def _repack_shared_weights(model: torch.nn.Module) -> None:
-    """Pack the linear layers again that share a weight with another module, such as a tied head.
+def _pack_again(model: torch.nn.Module) -> None:
+    """Pack what a reload on CPU leaves unpacked: linear layers that share a weight with another module, such as a tied head, and experts.
 
-    On CPU a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; without this, a tied head
-    would keep the old weights. Layers that were loaded have no unpacked weight any more.
+    There a linear layer multiplies by a packed copy of its weight. A reload packs the layers that it loads; without this, a tied head
+    would keep the old weights. Layers that were loaded have no unpacked weight any more. Experts are packed at boot only (vLLM 0.32).
     """
     for module in model.modules():
         quant_method = getattr(module, "quant_method", None)
         if quant_method is not None and hasattr(module, "cpu_linear") and module.weight.numel() > 0:
             quant_method.process_weights_after_loading(module)
+        if (kernel := getattr(quant_method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 if current_platform.is_cpu():

@@ -377,7 +377,7 @@ async def test_a_publish_that_leaves_a_tied_head_old_is_named(
     from skyrl_async.inference.vllm import weight_transfer
 
     # The engine's core is a fork of this process.
-    monkeypatch.setattr(weight_transfer, "_repack_shared_weights", lambda model: None)
+    monkeypatch.setattr(weight_transfer, "_pack_again", lambda model: None)
     health = await examined(run_dir, rows, with_engine=True)
     assert faults(health) == [("publish", "engine, prefill, after a publish")]
     assert "begins behind them, in the last norm or the output head" in health.findings[0].sentence

@@ -98,7 +98,7 @@ def skip_repacking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     switch = tmp_path_factory.mktemp("switch") / "skip"
     with warnings.catch_warnings(action="ignore"):  # vLLM's own deprecations
         from skyrl_async.inference.vllm import weight_transfer
-    repack, swap = weight_transfer._repack_shared_weights, weight_transfer._Twin.swap
+    repack, swap = weight_transfer._pack_again, weight_transfer._Twin.swap
 
     def swap_but_tied_heads(twin: weight_transfer._Twin) -> list[Any]:
         if switch.exists():
@@ -109,9 +109,7 @@ def skip_repacking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_transfer._Twin, "swap", swap_but_tied_heads)
-        patch.setattr(
-            weight_transfer, "_repack_shared_weights", lambda model: None if switch.exists() else repack(model)
-        )
+        patch.setattr(weight_transfer, "_pack_again", lambda model: None if switch.exists() else repack(model))
         yield switch
 
 

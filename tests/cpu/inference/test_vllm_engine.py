@@ -41,6 +41,7 @@ from tests.engine_checks import (
     follow,
     generate_all,
     generate_with_retries,
+    make_moe_policy,
     make_policy,
     make_request,
     make_update,
@@ -356,6 +357,18 @@ async def test_an_updated_engine_cannot_be_told_from_a_fresh_one_with_the_same_w
     await assert_updated_is_as_fresh(engine_0, fresh_engine_1, (policy_dir(0, False), policy_dir(1, False)), tmp_path)
 
 
+async def test_experts_of_an_update_are_those_that_compute(tmp_path: Path) -> None:
+    """vLLM packs experts on CPUs at boot only; what it packed then would be taken for the packed new ones."""
+    policies = [make_moe_policy(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    engine = await start(policies[0])
+    for version, policy in enumerate((policies[1], policies[0], policies[1]), 1):
+        await publish(engine, make_update(policy, tmp_path / "updates", version))
+        (output,) = await generate_all(engine, [make_request(str(version), PROMPTS[0], max_tokens=40)])
+        expected = reference_logprobs(policy, PROMPTS[0], output, 1.0)
+        assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-4
+    await engine.close()
+
+
 async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_file_where_that_cannot_be_opened(
     engine_0: VLLMEngine, fresh_engine_1: VLLMEngine, policy_dir: Callable[[int, bool], Path], tmp_path: Path
 ) -> None:
@@ -387,10 +400,8 @@ async def test_nor_can_one_with_a_tied_head_and_one_left_unpacked_is_seen_by_the
 ) -> None:
     from skyrl_async.inference.vllm import weight_transfer
 
-    fault, repack = tmp_path / "fault", weight_transfer._repack_shared_weights
-    monkeypatch.setattr(
-        weight_transfer, "_repack_shared_weights", lambda model: None if fault.exists() else repack(model)
-    )
+    fault, repack = tmp_path / "fault", weight_transfer._pack_again
+    monkeypatch.setattr(weight_transfer, "_pack_again", lambda model: None if fault.exists() else repack(model))
     policies = policy_dir(0, True), policy_dir(1, True)
     fresh = await start(policies[1], "fresh", version=1)
     updated = await start(policies[0])  # its forked core inherits what may go wrong
