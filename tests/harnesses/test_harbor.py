@@ -108,6 +108,17 @@ def test_every_shipped_task_is_solved_by_its_solution_and_by_nothing_else(
     assert capsys.readouterr().out.count(": its solution earns 0, and doing nothing 0") == 20
 
 
+def test_a_file_goes_into_a_directory_that_is_there_and_a_status_of_124_may_be_a_commands_own(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = tmp_path / "visitors-0"
+    shutil.copytree(directory / "visitors-0", task)
+    (task / "environment/Dockerfile").write_text("FROM debian:12\nWORKDIR /app\nCOPY files/access.log /app\n")
+    is_up = "[ -f /tmp/up ] || { touch /tmp/up; exit 124; }"
+    append(task / "task.toml", f'[environment.healthcheck]\ncommand = "{is_up}"\ninterval_sec = 0.1\n')
+    assert check_tasks([str(task)]) == 0, capsys.readouterr().out
+
+
 @needs_tmux
 async def test_terminus_2_is_rewarded_by_the_verifier_and_its_tokens_are_one_row(directory: Path) -> None:
     async with trials(COUNTS) as generator:

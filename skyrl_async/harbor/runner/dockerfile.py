@@ -1,13 +1,18 @@
 """The part of a Dockerfile that can be done where no image can be had: files, settings, and commands without a network."""
 
+import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from skyrl_async.harbor.runner.sandbox import ENVIRONMENT
+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_EMPTY_MOUNT = re.compile(r"[=,]type=(cache|tmpfs)\b")
 _IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "SYNTAX")
 
 
@@ -21,7 +26,7 @@ class Copy:
 
     sources: tuple[Path, ...]
     target: str
-    """Ends with a slash if it is a directory."""
+    """Ends with a slash if it must be a directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class Step:
 def steps(dockerfile: Path) -> Iterator[Step]:
     """Yield the actions of the file's only stage, then the state of the image.
 
-    ``FROM`` is not looked at: the caller provides the root file system, whatever the image is called. ``USER`` is not either.
+    Variables that the file does not set are the sandbox's. ``FROM`` is not looked at: the caller provides the root file system, whatever
+    the image is called. ``USER`` is not either.
 
     Raises:
         CannotBuildError: a line needs another stage, an archive of the internet, or cannot be read; it is named.
@@ -54,40 +60,43 @@ def steps(dockerfile: Path) -> Iterator[Step]:
     shell = ["/bin/sh", "-c"]
     for line in _lines(dockerfile.read_text(encoding="utf-8")):
         word, _, rest = line.partition(" ")
-        rest, known = rest.strip(), {**arguments, **env}
-        match word.upper():
-            case "FROM":
-                num_stages += 1
-                if num_stages > 1:
-                    raise CannotBuildError(f"{line!r} begins a second stage")
-            case "WORKDIR":
-                workdir = str(Path(workdir, _filled(rest.strip("\"'"), known)))
-            case "ENV" | "ARG":
-                pairs = _pairs(rest, known)
-                (env if word.upper() == "ENV" else arguments).update(pairs)
-            case "SHELL":
-                shell = json.loads(rest)
-            case "COPY" | "ADD":
-                yield Step(
-                    action=_copy(line, _filled(rest, known), dockerfile.parent, workdir), workdir=workdir, line=line
-                )
-            case "RUN":
-                argv = tuple(json.loads(rest)) if rest.startswith("[") else (*shell, rest)
-                yield Step(action=Run(argv=argv), workdir=workdir, env={**known}, line=line)
-            case "USER" | "VOLUME":
-                pass
-            case ignored if ignored in _IGNORED:
-                pass
-            case _:
-                raise CannotBuildError(f"{line!r} cannot be read")
+        rest, known = rest.strip(), {**ENVIRONMENT, **arguments, **env}
+        action: Copy | Run | None = None
+        try:
+            match word.upper():
+                case "FROM":
+                    num_stages += 1
+                    if num_stages > 1:
+                        raise CannotBuildError(f"{line!r} begins a second stage")
+                case "WORKDIR":
+                    workdir = str(Path(workdir, _filled(rest.strip("\"'"), known)))
+                case "ENV" | "ARG":
+                    pairs = _pairs(rest, known)
+                    (env if word.upper() == "ENV" else arguments).update(pairs)
+                case "SHELL":
+                    shell = list(json.loads(rest))
+                case "COPY" | "ADD":
+                    action = _copy(line, _filled(rest, known), dockerfile.parent, workdir)
+                case "RUN":
+                    action = _run(line, rest, shell)
+                case "USER" | "VOLUME":
+                    pass
+                case ignored if ignored in _IGNORED:
+                    pass
+                case _:
+                    raise CannotBuildError(f"{line!r} cannot be read")
+        except (TypeError, ValueError) as error:
+            raise CannotBuildError(f"{line!r} cannot be read: {error}") from error
+        if action is not None:
+            yield Step(action=action, workdir=workdir, env={**arguments, **env}, line=line)
     yield Step(action=None, workdir=workdir, env=dict(env))
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Whole instructions: continued lines joined, comments left out."""
+    """Whole instructions: continued lines joined, comments and empty lines left out."""
     parts: list[str] = []
     for line in text.splitlines():
-        if line.lstrip().startswith("#") or (not line.strip() and not parts):
+        if line.lstrip().startswith("#") or not line.strip():
             continue
         parts.append(line.rstrip().removesuffix("\\"))
         if not line.rstrip().endswith("\\"):
@@ -108,13 +117,28 @@ def _filled(text: str, known: dict[str, str]) -> str:
     return _VARIABLE.sub(lambda found: known.get(found[1] or found[3], found[2] or ""), text)
 
 
+def _run(line: str, rest: str, shell: list[str]) -> Run:
+    while rest.startswith("--"):
+        flag, _, rest = rest.partition(" ")
+        rest = rest.lstrip()
+        if flag.startswith("--mount") and not _EMPTY_MOUNT.search(flag):
+            raise CannotBuildError(f"{line!r} needs a mount of files")
+    with contextlib.suppress(ValueError):  # not a list, but a test of the shell's: [ -f x ]
+        if rest.startswith("["):
+            return Run(argv=tuple(json.loads(rest)))
+    return Run(argv=(*shell, rest))
+
+
 def _copy(line: str, rest: str, context: Path, workdir: str) -> Copy:
     words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
     flags = [word for word in words if word.startswith("--")]
-    *sources, target = [word for word in words if not word.startswith("--")]
+    *sources, target = [word for word in words if not word.startswith("--")] or [""]
+    if not sources:
+        raise CannotBuildError(f"{line!r} must name files and where they go")
     if any(flag.startswith("--from") for flag in flags) or any("://" in source for source in sources):
         raise CannotBuildError(f"{line!r} needs another image or a network")
-    found = [path for source in sources for path in sorted(context.glob(source.lstrip("/").removeprefix("./") or "."))]
+    patterns = [os.path.normpath(source.lstrip("/")) for source in sources]
+    found = [path for name in patterns for path in ([context] if name == "." else sorted(context.glob(name)))]
     inside = [path for path in found if path.resolve().is_relative_to(context.resolve())]
     if not inside:
         raise CannotBuildError(f"{line!r} names files that are not in {context.name}/")

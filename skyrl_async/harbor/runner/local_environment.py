@@ -12,7 +12,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.models.task.config import NetworkPolicy
 
 from skyrl_async.harbor.runner.dockerfile import CannotBuildError, Copy, Run, steps
-from skyrl_async.harbor.runner.sandbox import TIMED_OUT, Limits, Sandbox, SandboxError
+from skyrl_async.harbor.runner.sandbox import Limits, Sandbox, SandboxError
 
 _BUILD_COMMAND_TIMEOUT_S = 120.0
 _RESERVED = ("/logs", "/tests")
@@ -124,13 +124,11 @@ class LocalEnvironment(BaseEnvironment):
     async def _build(self, sandbox: Sandbox) -> None:
         for step in steps(self._dockerfile):
             self._workdir = step.workdir
+            await sandbox.run(["/bin/mkdir", "-p", step.workdir])
             if isinstance(step.action, Copy):
                 for source in step.action.sources:
-                    is_into = step.action.target.endswith("/") and source.is_file()
-                    target = step.action.target + source.name if is_into else step.action.target.rstrip("/") or "/"
-                    await sandbox.put(source, target)
+                    await sandbox.put(source, step.action.target)
             elif isinstance(step.action, Run):
-                await sandbox.run(["/bin/mkdir", "-p", step.workdir])
                 done = await sandbox.run(
                     step.action.argv, cwd=step.workdir, env=step.env, timeout_s=_BUILD_COMMAND_TIMEOUT_S
                 )
@@ -163,7 +161,7 @@ class LocalEnvironment(BaseEnvironment):
         done = await self._running().run(
             ["/bin/bash", "-c", command], cwd=cwd or self._workdir, env=given, timeout_s=timeout_sec
         )
-        if done.status == TIMED_OUT and timeout_sec is not None:
+        if done.is_late:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds: {command[:200]}")
         output, error = (text.decode(errors="replace") for text in (done.output, done.error))
         if (callback := self._output_callback()) is not None and output:

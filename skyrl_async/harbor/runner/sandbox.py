@@ -64,6 +64,8 @@ class Done:
     """Standard output, at most 4 MiB of it."""
     error: bytes
     """Standard error, at most 4 MiB of it."""
+    is_late: bool
+    """It was killed at its deadline; a command may also exit with ``TIMED_OUT`` itself."""
 
 
 class Sandbox:
@@ -204,15 +206,27 @@ class Sandbox:
             written, errors = (os.pread(fd, max_output_bytes, 0) for fd in (output, error))
         if is_late:
             errors += f"\nkilled after {timeout_s:g} s\n".encode()
-        return Done(status=found["status"], output=written, error=errors)
+        return Done(status=found["status"], output=written, error=errors, is_late=is_late)
 
     async def put(self, source: Path, target: str) -> None:
-        """Copy a file or a directory's content from the host to ``target``, as root's. Raises ``SandboxError``."""
-        packed, directory = _pack(source, target)
+        """Copy a file or a directory's content from the host to ``target``, as root's. Raises ``SandboxError``.
+
+        A file is copied into ``target`` if that is a directory or ends with a slash.
+        """
+        is_file = source.is_file()  # noqa: ASYNC240 (nothing beside its reading)
+        if is_file and (target.endswith("/") or await self._has_directory(target)):
+            target = f"{target}/{source.name}"
+        try:
+            packed, directory = _pack(source, target)
+        except OSError as error:
+            raise SandboxError(f"{source} could not be copied to {target}: {error}") from error
         script = 'mkdir -p "$1" && exec tar -x --no-same-owner -C "$1"'
         done = await self.run(["/bin/sh", "-c", script, "sh", directory], given=packed)
         if done.status != 0:
             raise SandboxError(f"{source} could not be copied to {target}: {_last_line(done.error)}")
+
+    async def _has_directory(self, path: str) -> bool:
+        return (await self.run(["/bin/sh", "-c", 'test -d "$1"', "sh", path])).status == 0
 
     async def get(self, source: str, target: Path) -> None:
         """Copy a file, or a directory's content, from the sandbox to ``target``; links and devices in it are not trusted.
@@ -301,10 +315,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
+class _Archive(tarfile.TarFile):
+    """Holds what links lead to; a link that leads nowhere stays one."""
+
+    def gettarinfo(self, name: Any = None, arcname: str | None = None, fileobj: Any = None) -> tarfile.TarInfo:
+        self.dereference = os.path.exists(name)
+        return super().gettarinfo(name, arcname, fileobj)
+
+
 def _pack(source: Path, target: str) -> tuple[bytes, str]:
     """The archive that becomes ``target``, and the directory to unpack it in."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
+    with _Archive(fileobj=packed, mode="w") as archive:
         archive.add(source, arcname="." if source.is_dir() else Path(target).name)
     return packed.getvalue(), target if source.is_dir() else str(Path(target).parent)
 

@@ -96,6 +96,32 @@ async def test_memory_disk_processes_and_time_are_limited(sandbox: Sandbox) -> N
         assert b"fork" in forked.error
 
 
+async def test_a_command_that_ends_with_the_status_of_late_ones_is_not_late(sandbox: Sandbox) -> None:
+    found = await sandbox.run(f"exit {TIMED_OUT}", timeout_s=PATIENCE_S)
+    assert (found.status, found.is_late) == (TIMED_OUT, False)
+    assert (await sandbox.run("sleep 1000", timeout_s=0.1)).is_late
+
+
+async def test_a_file_is_copied_into_a_directory_that_is_there(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("hello")
+    for target in ("/tmp", "/srv/", "/opt/new"):
+        await sandbox.put(tmp_path / "note", target)
+    assert await printed(sandbox, "cat /tmp/note /srv/note /opt/new") == "hello" * 3
+
+
+async def test_a_link_that_leads_nowhere_stays_one_and_a_missing_file_is_named(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "note").write_text("hello")
+    (tmp_path / "in/there").symlink_to(tmp_path / "note")
+    (tmp_path / "in/nowhere").symlink_to("missing")
+    await sandbox.put(tmp_path / "in", "/app")
+    assert await printed(sandbox, "cat /app/there; readlink /app/nowhere") == "hellomissing\n"
+    with pytest.raises(SandboxError, match="missing could not be copied to /app: .*No such file"):
+        await sandbox.put(tmp_path / "missing", "/app")
+
+
 async def test_files_come_out_as_files_and_no_link_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "note").write_text("hello")

@@ -7,6 +7,7 @@ import pytest
 from examples.harbor.make import tasks, write
 from skyrl_async.errors import DatasetError
 from skyrl_async.harbor.runner.dockerfile import CannotBuildError, Copy, Run, Step, steps
+from skyrl_async.harbor.runner.sandbox import ENVIRONMENT
 from skyrl_async.harbor.tasks import TASK_COLUMN, load_tasks
 
 
@@ -77,9 +78,39 @@ def test_a_dockerfile_is_followed_line_by_line(tmp_path: Path) -> None:
         ("COPY missing /x", "names files that are not in"),
         ("COPY ../../etc/passwd /x", "names files that are not in"),
         ("FETCH it", "cannot be read"),
+        ("COPY", "must name files and where they go"),
+        ("COPY Dockerfile", "must name files and where they go"),
+        ("ENV NAME='me", "cannot be read: No closing quotation"),
+        ("SHELL bash", "cannot be read"),
+        ("RUN --mount=type=bind,source=src,target=/src make", "needs a mount of files"),
     ],
 )
 def test_a_line_that_needs_an_image_or_a_network_is_named(tmp_path: Path, line: str, expected: str) -> None:
     with pytest.raises(CannotBuildError, match=expected) as raised:
         followed(tmp_path, f"FROM debian:12\n{line}\n")
-    assert line in str(raised.value)
+    assert repr(line) in str(raised.value)
+
+
+@pytest.mark.parametrize("source", [".", "./", "/"])
+def test_the_whole_context_is_copied(tmp_path: Path, source: str) -> None:
+    copied, _ = followed(tmp_path, f"FROM debian:12\nCOPY {source} /app\n")
+    assert copied.action == Copy(sources=(tmp_path,), target="/app/")
+
+
+def test_a_path_is_added_to_the_sandboxs_own(tmp_path: Path) -> None:
+    (last,) = followed(tmp_path, 'FROM debian:12\nENV PATH="$HOME/bin:${PATH}"\n')
+    assert last.env == {"PATH": f"/root/bin:{ENVIRONMENT['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("RUN --mount=type=cache,target=/root/.cache --network=none make all", "make all"),
+        ("RUN make && \\\n\n    make install", "make && make install"),
+        ("RUN [ -f done ] || make", "[ -f done ] || make"),
+    ],
+    ids=["flags", "an empty line", "a test"],
+)
+def test_a_command_is_what_the_shell_would_run(tmp_path: Path, line: str, command: str) -> None:
+    ran, _ = followed(tmp_path, f"FROM debian:12\n{line}\n")
+    assert ran.action == Run(argv=("/bin/sh", "-c", command))
