@@ -22,7 +22,7 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
     """Return a prompt per task, in order of their names.
 
     Args:
-        directory: a task, or a directory of tasks; directories without ``task.toml`` are looked into.
+        directory: a task, or a directory of tasks; directories without ``task.toml`` are looked into, tasks are not.
         key: of the configuration, for errors.
 
     Raises:
@@ -30,13 +30,14 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
     """
     if not directory.is_dir():
         raise DatasetError(f"{key} must be a directory of Harbor tasks, got '{directory}', which is none")
-    files = sorted(directory.rglob("task.toml"))
-    if not files:
+    found_in = {file.parent for file in directory.rglob("task.toml")}
+    places = sorted(place for place in found_in if found_in.isdisjoint(place.parents))
+    if not places:
         raise DatasetError(f"{key} must hold Harbor tasks, but no task.toml is below '{directory}'")
     prompts: list[Prompt] = []
     faults: list[str] = []
-    for file in files:
-        found = _read(file.parent, _uid(file.parent, directory))
+    for place in places:
+        found = _read(place, _uid(place, directory))
         if isinstance(found, Prompt):
             prompts.append(found)
         else:
@@ -44,7 +45,7 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
     if faults:
         more = f"\n... and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
         raise DatasetError(
-            f"{len(faults)} of {len(files)} Harbor tasks of {key} cannot be used:\n"
+            f"{len(faults)} of {len(places)} Harbor tasks of {key} cannot be used:\n"
             + "\n".join(faults[:_MAX_SHOWN])
             + more
         )
@@ -74,7 +75,9 @@ def _read(task: Path, uid: str) -> Prompt | str:
 
 def _instruction(task: Path, config: dict[str, Any]) -> str:
     """The task's instruction, or that of its first step."""
-    steps = config.get("steps") or ()
+    steps = config.get("steps", [])
+    if not isinstance(steps, list) or not all(isinstance(step, dict) and "name" in step for step in steps):
+        raise ValueError("steps of task.toml must be tables with a name: [[steps]]")
     path = task / "steps" / str(steps[0]["name"]) / "instruction.md" if steps else task / "instruction.md"
     return path.read_text(encoding="utf-8")
 
@@ -85,5 +88,8 @@ def _faults(task: Path, config: dict[str, Any], instruction: str) -> Iterator[st
     has_verifier = (task / "tests").is_dir() and any((task / "tests").rglob("test.sh"))
     if not has_verifier and not config.get("steps"):
         yield "it has no verifier: tests/test.sh must write a reward to /logs/verifier/reward.txt"
-    if not (task / "environment").is_dir() and not config.get("environment", {}).get("docker_image"):
+    environment = config.get("environment", {})
+    if not isinstance(environment, dict):
+        yield "environment of task.toml must be a table: [environment]"
+    elif not (task / "environment").is_dir() and not environment.get("docker_image"):
         yield "it has no environment: neither environment/ nor docker_image in task.toml"

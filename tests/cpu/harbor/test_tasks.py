@@ -41,6 +41,25 @@ def test_all_tasks_that_cannot_be_used_are_named_at_once(directory: Path) -> Non
     assert "visitors-2: " in said
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[[steps]]\ndays = 1\n", r"steps of task\.toml must be tables with a name"),
+        ("steps = 3\n", r"steps of task\.toml must be tables with a name"),
+        ("environment = 'docker'\n", r"environment of task\.toml must be a table"),
+    ],
+)
+def test_a_field_of_another_form_is_named_with_its_task(directory: Path, text: str, expected: str) -> None:
+    (directory / "visitors-1/task.toml").write_text(text)
+    with pytest.raises(DatasetError, match=f"visitors-1: {expected}"):
+        load_tasks(directory, "task.harbor.path")
+
+
+def test_a_task_file_among_the_files_of_a_task_is_no_task(directory: Path) -> None:
+    (directory / "visitors-0/environment/files/task.toml").write_text("[tool]\n")
+    assert len(load_tasks(directory, "task.harbor.path")) == 3
+
+
 @pytest.mark.parametrize(("name", "expected"), [("nowhere", "which is none"), ("", "no task.toml is below")])
 def test_a_directory_without_tasks_is_refused(tmp_path: Path, name: str, expected: str) -> None:
     with pytest.raises(DatasetError, match=rf"task.harbor.eval_path .*{expected}"):
