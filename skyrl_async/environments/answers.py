@@ -212,7 +212,7 @@ class MultiTurnCodeEnv(CodeEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
-        self.max_turns = int((extras or {}).get("max_turns", DEFAULT_MAX_TURNS))
+        self.max_turns = int(column_of(extras, "max_turns", DEFAULT_MAX_TURNS))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reason = self.judge(action)
@@ -221,10 +221,17 @@ class MultiTurnCodeEnv(CodeEnv):
         return told(f"Not yet: {reason}", reason=reason)
 
 
+def column_of(extras: Extras | None, name: str, default: float) -> Any:
+    """Return what a row has in a column; null is the default: Parquet files have it where other rows' ``extra_info`` says more."""
+    value = (extras or {}).get(name)
+    return default if value is None else value
+
+
 def limits_of(extras: Extras) -> Limits:
     """Return the limits that a row's columns set; ``ConfigError`` for what is no positive number."""
     default = Limits()
-    cpu_s, memory_mb = extras.get("time_limit_s", default.cpu_s), extras.get("memory_limit_mb", default.memory_mb)
+    cpu_s = column_of(extras, "time_limit_s", default.cpu_s)
+    memory_mb = column_of(extras, "memory_limit_mb", default.memory_mb)
     for name, value in (("time_limit_s", cpu_s), ("memory_limit_mb", memory_mb)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{name} must be a number > 0, got {value!r}")

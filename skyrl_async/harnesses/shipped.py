@@ -202,9 +202,14 @@ def read_result_line(stdout: str) -> Transcript:
     return Transcript(answer=words if isinstance(words, str) else None)
 
 
-def _write_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Write path -> text below ``directory``. Raises ``GenerationError`` for a path that leaves it."""
+def _write_files(directory: Path, files: Mapping[str, str | None]) -> None:
+    """Write path -> text below ``directory``. Raises ``GenerationError`` for a path that leaves it.
+
+    A row of a Parquet file has the paths of all rows; null is a file of another row.
+    """
     for name, text in files.items():
+        if text is None:
+            continue
         path = Path(os.path.normpath(directory / name))
         if not path.is_relative_to(directory) or not isinstance(text, str):
             raise GenerationError(f"a row's files must be texts by paths below the working directory, got {name!r}")

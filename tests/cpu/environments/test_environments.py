@@ -133,6 +133,11 @@ def test_a_call_of_the_calculator_is_answered_and_what_follows_it_cut_off() -> N
         assert (last["done"], last["reward"], env.get_metrics()) == (True, 1.0, {"tool_calls": 2.0})
 
 
+@pytest.mark.parametrize(("env_class", "column"), [("calculator", "max_turns"), ("python_tool", "time_limit_s")])
+def test_a_column_that_is_null_is_as_one_that_is_not_there(env_class: str, column: str) -> None:
+    make_environment(env_class, {"reward_spec": {"ground_truth": "1"}, column: None})
+
+
 def test_calls_end_with_the_turns() -> None:
     environment = make_environment("calculator", {"reward_spec": {"ground_truth": "1"}, "max_turns": 1})
     outcome = environment.step("<calc>1</calc>")

@@ -14,14 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from skyrl_async.config.schema.generator import AgentAnswer, GeneratorConfig
+from skyrl_async.data.dataset import load_sources
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.agent.command import CommandHarness, with_absolute_files
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness, shown_extras
 from skyrl_async.generators.agent.processes import marked_processes
 from skyrl_async.generators.agent.settings import check_agent_settings
+from skyrl_async.harnesses.install import PythonPackages
+from skyrl_async.harnesses.shipped import ShippedHarness, Transcript, shipped_harness
 from skyrl_async.types import SamplingParams
 
 
@@ -114,6 +119,22 @@ def test_hidden_columns_are_not_shown_at_any_depth() -> None:
     assert shown == {"tools": [{"name": "look"}], "nested": {"kept": 1}, "signs": {"1": 2}}
     shown["signs"]["1"] = 9
     assert extras["signs"] == {"1": 2}
+
+
+async def test_files_that_other_rows_of_a_parquet_file_have_are_not_written(tmp_path: Path) -> None:
+    rows = [{"uid": uid, "prompt": "fix", "files": {f"{uid}.py": "print()\n"}} for uid in ("a", "b")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    ((prompt, _),) = load_sources([tmp_path / "rows.parquet"], None, needs_environment=False)
+    harness = ShippedHarness(
+        name="ls",
+        packages=PythonPackages(requirements=("ls==1",)),
+        wire="/v1/chat/completions",
+        command="ls",
+        read=lambda output: Transcript(answer=output),
+        check=(),
+    )
+    result = await shipped_harness(harness, tmp_path).run(a_task(tmp_path, extras=prompt.extras))
+    assert result.output == "a.py"
 
 
 def test_a_task_does_not_show_its_key(tmp_path: Path) -> None:
