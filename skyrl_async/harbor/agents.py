@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.config.schema.generator import HarborConfig
+from skyrl_async.errors import ConfigError
 from skyrl_async.generators.agent.command import session_variables
 from skyrl_async.generators.agent.harness import AgentTask
 from skyrl_async.harnesses.install import NpmPackages, Say
 from skyrl_async.harnesses.registry import HARNESSES
 from skyrl_async.harnesses.shipped import ShippedHarness, filled, install, limits_of
 
+_LIBRARIES = ("lib", "lib64")
+"""Directories beside an interpreter's own that it may need."""
 _OWN_PLACES = ("$HOME", "$TMPDIR")
 """Harbor's agents choose where their programs keep files."""
 
@@ -88,12 +91,22 @@ def install_programs(name: str, cache_dir: Path, say: Say) -> Path | None:
 
 
 def with_programs(settings: HarborConfig, name: str, bin_dir: Path) -> HarborConfig:
-    """The settings with the agent's programs in every local sandbox, at their own paths: Harbor would install them from the internet."""
+    """The settings with the agent's programs in every local sandbox, at their own paths: Harbor would install them from the internet.
+
+    Raises ``ConfigError`` if they cannot be shown to it without the home directory.
+    """
     if isinstance(HARNESSES[_AGENTS[name].harness].packages, NpmPackages):
-        environment, interpreter = bin_dir.parent.parent, Path(str(shutil.which("node"))).resolve()
+        environment, interpreter = bin_dir.parent.parent, _node(name)
     else:
         environment, interpreter = bin_dir.parent, (bin_dir / "python").resolve()
-    places = [place for place in (environment, interpreter.parent.parent) if not place.is_relative_to("/usr")]
+    libraries = [place for lib in _LIBRARIES if (place := interpreter.parent.parent / lib).is_dir()]
+    places = [place for place in (environment, interpreter.parent, *libraries) if not place.is_relative_to("/usr")]
+    for place in places:
+        if Path.home().resolve().is_relative_to(place.resolve()):
+            raise ConfigError(
+                f"generator.harness={name} needs {interpreter}, but {place}, which would be seen in the sandbox, holds the home directory: "
+                "install it elsewhere, such as in /usr/local"
+            )
     kwargs = {
         "read_only": [(str(place), str(place)) for place in places],
         "path_prefix": f"{bin_dir}:{interpreter.parent}:",
@@ -103,3 +116,10 @@ def with_programs(settings: HarborConfig, name: str, bin_dir: Path) -> HarborCon
         environment_kwargs=kwargs | settings.environment_kwargs,
         agent_kwargs={"skip_install": True} | settings.agent_kwargs,
     )
+
+
+def _node(name: str) -> Path:
+    node = shutil.which("node")
+    if node is None:
+        raise ConfigError(f"generator.harness={name} needs Node.js: see https://nodejs.org; node was not found")
+    return Path(node).resolve()

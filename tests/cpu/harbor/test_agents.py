@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.config.schema.generator import HarborConfig
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.agent.harness import AgentTask
-from skyrl_async.harbor.agents import agent_config, harbor_name
+from skyrl_async.harbor.agents import agent_config, harbor_name, with_programs
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harbor.trials import HarborTrials
 from skyrl_async.types import SamplingParams
@@ -45,6 +45,32 @@ def test_claude_code_adds_the_routes_version_itself() -> None:
 def test_an_agent_that_is_not_shipped_is_given_the_session_alone() -> None:
     assert agent_config("goose", TASK)["base_url"] == TASK.base_url
     assert agent_config("my.agents:Agent", TASK)["import_path"] == "my.agents:Agent"
+
+
+@pytest.mark.parametrize(("node", "is_seen"), [("bin/node", True), ("node", False), ("me/node", False)])
+def test_a_sandbox_sees_a_programs_directories_and_never_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, is_seen: bool
+) -> None:
+    home = tmp_path / "me"
+    (tmp_path / node).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / node).write_text("#!/bin/sh\n")
+    (tmp_path / node).chmod(0o700)
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PATH", str((tmp_path / node).parent))
+    programs = home / ".cache/opencode"
+    if is_seen:
+        kwargs = with_programs(HarborConfig(), "opencode", programs / "node_modules/.bin").environment_kwargs
+        assert kwargs["read_only"] == [(str(place),) * 2 for place in (programs, tmp_path / "bin", tmp_path / "lib")]
+    else:
+        with pytest.raises(ConfigError, match=r"harness=opencode needs .*/node, but .* holds the home directory"):
+            with_programs(HarborConfig(), "opencode", programs / "node_modules/.bin")
+
+
+def test_without_node_nothing_is_shown_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"harness=opencode needs Node\.js"):
+        with_programs(HarborConfig(), "opencode", tmp_path / "node_modules/.bin")
 
 
 RUNNER = """#!{python}
