@@ -28,6 +28,8 @@ _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
 _MAX_LINE_BYTES = 16 << 20
 _TAIL_BYTES = 2000
+_READY = b'{"ready"'
+"""Begins the runner's first line."""
 _VARIABLES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0"}
 """The runner's environment: without it, it asks the internet for prices, and tells of its use."""
 _NAMES = """
@@ -59,14 +61,7 @@ def harbor_python(given: str | None, *, cache_dir: Path, say: Say) -> Path:
 
 def check_names(python: Path, agent: str, environment: str) -> None:
     """Raise ``ConfigError`` unless Harbor knows the agent and the environment, or cannot be asked."""
-    try:
-        asked = subprocess.run([str(python), "-c", _NAMES], capture_output=True, text=True, timeout=_START_TIMEOUT_S)
-    except OSError as error:
-        raise ConfigError(f"generator.harbor.python must be a Python with Harbor, got {python}: {error}") from error
-    if asked.returncode != 0:
-        last = asked.stderr.strip().splitlines()[-1:]
-        raise ConfigError(f"generator.harbor.python must be a Python with Harbor, got {python}: {''.join(last)}")
-    agents, environments = json.loads(asked.stdout)
+    agents, environments = _known_names(python)
     kinds = (
         ("generator.harness", agent, agents),
         ("generator.harbor.environment", environment, ["local", *environments]),
@@ -76,6 +71,25 @@ def check_names(python: Path, agent: str, environment: str) -> None:
             near = get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{key} must be one of {', '.join(known)} with task=harbor, got {name!r}{hint}")
+
+
+def _known_names(python: Path) -> tuple[list[str], list[str]]:
+    """Harbor's agents and environments."""
+    expected = f"generator.harbor.python must be a Python with Harbor, got {python}"
+    try:
+        asked = subprocess.run([str(python), "-c", _NAMES], capture_output=True, text=True, timeout=_START_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{expected}: it did not answer within {_START_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise ConfigError(f"{expected}: {error}") from error
+    if asked.returncode != 0:
+        raise ConfigError(f"{expected}: {''.join(asked.stderr.strip().splitlines()[-1:])}")
+    last = "".join(asked.stdout.strip().splitlines()[-1:])  # libraries may write before
+    try:
+        agents, environments = json.loads(last)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{expected}: its answer is {last[:200]!r}") from error
+    return agents, environments
 
 
 class TrialProcess:
@@ -118,7 +132,12 @@ class TrialProcess:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                line = await process.stdout.readline()
+                while line := await process.stdout.readline():
+                    if line.startswith(_READY):  # libraries may write before
+                        break
+        except TimeoutError as error:
+            process.kill()
+            raise GenerationError(f"Harbor was not ready within {_START_TIMEOUT_S:g} s: {_tail(log)}") from error
         except BaseException:
             process.kill()
             raise
@@ -161,12 +180,18 @@ class TrialProcess:
         """Hand out answers until the process's output ends, then fail those who still wait."""
         assert self._process.stdout is not None
         with self._log:
-            async for line in self._process.stdout:
-                found = json.loads(line)
-                if (answer := self._waiting.get(found["id"])) is not None and not answer.done():
-                    answer.set_result(found)
+            words = ""
+            try:
+                async for line in self._process.stdout:
+                    found = json.loads(line)
+                    if (answer := self._waiting.get(found["id"])) is not None and not answer.done():
+                        answer.set_result(found)
+            except ValueError as error:  # too long a line, or none of JSON
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                words = f"its answer could not be read: {error}"
             self.has_ended = True
-            words = _tail(self._log)
+            words = words or _tail(self._log)
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(EnvironmentFailedError(f"Harbor's process ended: {words}"))

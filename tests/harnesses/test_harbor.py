@@ -119,6 +119,19 @@ def test_a_file_goes_into_a_directory_that_is_there_and_a_status_of_124_may_be_a
     assert check_tasks([str(task)]) == 0, capsys.readouterr().out
 
 
+def test_a_reward_file_that_is_too_large_is_told_and_the_next_trial_is_played(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("visitors-0", "visitors-1"):
+        shutil.copytree(directory / name, tmp_path / name)
+    large = "rm /logs/verifier/reward.txt; { echo '{'; seq 1000000 | sed 's/.*/\"&\": 1,/'; echo '\"x\": 1}'; }"
+    append(tmp_path / "visitors-0/tests/test.sh", f"{large} > /logs/verifier/reward.json\n")
+    assert check_tasks([str(tmp_path)]) == 1
+    said = sorted(capsys.readouterr().out.splitlines())
+    assert "failed in its verifier: ValueError: rewards must be at most 1048576 bytes" in said[0]
+    assert said[1] == "visitors-1: sound"
+
+
 @needs_tmux
 async def test_terminus_2_is_rewarded_by_the_verifier_and_its_tokens_are_one_row(directory: Path) -> None:
     async with trials(COUNTS) as generator:

@@ -34,6 +34,8 @@ _LOG_FILES = ("verifier/*.txt", "verifier/*.log", "agent/*.txt", "agent/*.log", 
 _NOTHING: dict[str, Any] = {"rewards": None, "is_late": False, "has_error": False, "seconds": {}, "logs": {}}
 _MAX_LOGS, _LOG_TAIL_BYTES = 4, 2048
 _MAX_LINE_BYTES = 16 << 20
+_MAX_REWARDS_BYTES, _MAX_MESSAGE_CHARS = 1 << 20, 100_000
+"""So that no answer is longer than the longest line that the other side reads."""
 _AGENT_DEFAULTS: dict[str, dict[str, Any]] = {
     "terminus-2": {
         "record_terminal_session": False,
@@ -69,9 +71,14 @@ class TrialPlayer:
             trial.add_hook(TrialEvent.AGENT_END, end)
             result = await trial.run()
         types = [error.exception_type for error in result.recorded_exceptions()]
+        rewards = result.verifier_result.rewards if result.verifier_result else None
+        failure = _failure(result, trial.paths.trial_dir)
+        if (num_bytes := len(json.dumps(rewards))) > _MAX_REWARDS_BYTES:
+            words = f"rewards must be at most {_MAX_REWARDS_BYTES} bytes of JSON, got {num_bytes}"
+            rewards, failure = None, {"stage": "verifier", "type": "ValueError", "message": words}
         return {
-            "rewards": result.verifier_result.rewards if result.verifier_result else None,
-            "failure": _failure(result, trial.paths.trial_dir),
+            "rewards": rewards,
+            "failure": failure,
             "is_late": "AgentTimeoutError" in types,
             "has_error": any(name != "AgentTimeoutError" for name in types),
             "seconds": _seconds(result),
@@ -110,7 +117,8 @@ def _failure(result: TrialResult, trial_dir: Path) -> dict[str, str] | None:
     if first.exception_type == "VerifierOutputParseError" and (file := trial_dir / "verifier/reward.txt").is_file():
         with file.open(errors="replace") as rewards:
             cause += f": it must hold a number, got {rewards.read(_MAX_REWARD_CHARS).strip()!r}"
-    return {"stage": stage, "type": first.exception_type, "message": first.exception_message + cause}
+    message = first.exception_message[:_MAX_MESSAGE_CHARS] + cause[:_MAX_MESSAGE_CHARS]
+    return {"stage": stage, "type": first.exception_type, "message": message}
 
 
 def _start(result: TrialResult, stage: str) -> datetime | None:
@@ -161,7 +169,7 @@ async def serve(max_agents: int | None, output: BinaryIO) -> None:
         try:
             say({"id": number, **await player.play(trial)})
         except Exception as error:  # a task of the user's may fail in any way: told, and the others go on
-            failure = {"stage": _STAGES[0], "type": type(error).__name__, "message": str(error)}
+            failure = {"stage": _STAGES[0], "type": type(error).__name__, "message": str(error)[:_MAX_MESSAGE_CHARS]}
             say({"id": number, **_NOTHING, "failure": failure})
         finally:
             del playing[number]

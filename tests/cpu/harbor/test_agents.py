@@ -1,5 +1,6 @@
 """What Harbor is told about agents that ask a sample's session, and what is made of its answers."""
 
+import asyncio
 import json
 import sys
 from dataclasses import replace
@@ -8,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from skyrl_async.config.schema.generator import HarborConfig
-from skyrl_async.errors import ConfigError, GenerationError
+from skyrl_async.errors import ConfigError, EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.harness import AgentTask
+from skyrl_async.harbor import process
 from skyrl_async.harbor.agents import agent_config, harbor_name, with_programs
+from skyrl_async.harbor.process import check_names
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harbor.trials import HarborTrials
 from skyrl_async.types import SamplingParams
+from tests.patience import PATIENCE_S
 
 TASK = AgentTask(
     uid="count",
@@ -73,22 +77,58 @@ def test_without_node_nothing_is_shown_in_its_place(tmp_path: Path, monkeypatch:
         with_programs(HarborConfig(), "opencode", tmp_path / "node_modules/.bin")
 
 
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("exec sleep 1000", r"it did not answer within 0\.2 s"),
+        ("echo hello", "its answer is 'hello'"),
+        ("exit 0", "its answer is ''"),
+        ("echo broken >&2; exit 1", "broken"),
+    ],
+)
+def test_a_python_that_does_not_answer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, expected: str
+) -> None:
+    monkeypatch.setattr(process, "_START_TIMEOUT_S", 0.2 if "sleep" in program else PATIENCE_S)
+    python = written(tmp_path / "python", f"#!/bin/sh\n{program}\n")
+    with pytest.raises(
+        ConfigError, match=rf"generator\.harbor\.python must be a Python with Harbor, got .*: {expected}"
+    ):
+        check_names(python, "oracle", "local")
+
+
 RUNNER = """#!{python}
 import json
 print(json.dumps(dict(ready=True, version="0")), flush=True)
-trial = dict(id=json.loads(input())["id"], rewards=dict(reward={reward}), seconds=dict(), logs=dict())
+trial = dict(id=json.loads(input())["id"], rewards=dict(reward={reward}), seconds=dict(), logs=dict(long="x" * {num_chars}))
 print(json.dumps(dict(**trial, failure=None, is_late=False, has_error=False)), flush=True)
 """
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf"])
 async def test_a_reward_that_is_not_finite_is_told_as_the_verifiers(tmp_path: Path, reward: str) -> None:
-    python = tmp_path / "python"
-    python.write_text(RUNNER.format(python=sys.executable, reward=f"float('{reward}')"))
-    python.chmod(0o700)
+    python = written(
+        tmp_path / "python", RUNNER.format(python=sys.executable, reward=f"float('{reward}')", num_chars=1)
+    )
     (tmp_path / "trial").mkdir()
     trials = HarborTrials(HarborConfig(), "terminus-2", python, agent_timeout_s=60.0)
     complaint = rf"the verifier of count must give a finite number as reward .*, got \{{'reward': {reward}\}}"
     with pytest.raises(GenerationError, match=complaint):
         await trials.run(replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial"))
     await trials.close()
+
+
+async def test_trials_fail_at_once_whose_runner_writes_more_than_can_be_read(tmp_path: Path) -> None:
+    python = written(tmp_path / "python", RUNNER.format(python=sys.executable, reward=1.0, num_chars=17 << 20))
+    (tmp_path / "trial").mkdir()
+    trials = HarborTrials(HarborConfig(), "terminus-2", python, agent_timeout_s=60.0)
+    with pytest.raises(EnvironmentFailedError, match="Harbor's process ended: its answer could not be read"):
+        async with asyncio.timeout(PATIENCE_S):
+            await trials.run(replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial"))
+    await trials.close()
+
+
+def written(program: Path, text: str) -> Path:
+    program.write_text(text)
+    program.chmod(0o700)
+    return program
