@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.errors import GenerationError, SkyRLAsyncError
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN, load_tasks
+from skyrl_async.harbor.trials import reward_of
 from skyrl_async.types import Prompt
 
 _SOLUTION, _NOTHING = "oracle", "nop"
@@ -44,7 +45,7 @@ async def check(python: Path, prompts: tuple[Prompt, ...], environment: str, num
 
     async def judge(prompt: Prompt) -> bool:
         solved, untouched = await asyncio.gather(play(prompt, _SOLUTION), play(prompt, _NOTHING))
-        fault = _fault(solved, untouched)
+        fault = _fault(solved, untouched, prompt.uid)
         sys.stdout.write(f"{prompt.uid}: {fault or 'sound'}\n")
         return fault is None
 
@@ -54,12 +55,17 @@ async def check(python: Path, prompts: tuple[Prompt, ...], environment: str, num
         await process.close()
 
 
-def _fault(solved: dict[str, Any], untouched: dict[str, Any]) -> str | None:
+def _fault(solved: dict[str, Any], untouched: dict[str, Any], uid: str) -> str | None:
+    earned: list[float] = []
     for name, found in (("with its solution", solved), ("untouched", untouched)):
         if (failure := found["failure"]) is not None:
             stage = failure["stage"].replace("_", " ")
             return f"{name}, it failed in its {stage}: {failure['type']}: {failure['message']}"
-    best, least = (found["rewards"].get("reward", 0.0) for found in (solved, untouched))
+        try:
+            earned.append(reward_of(found["rewards"], uid))
+        except GenerationError as error:
+            return f"{name}, {error}"
+    best, least = earned
     if best > least:
         return None
     return f"its solution earns {best:g}, and doing nothing {least:g}"

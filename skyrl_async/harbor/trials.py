@@ -46,7 +46,7 @@ class VerifierReward:
             rewards = json.loads((episode.working_dir / _REWARDS_FILE).read_text())
         except FileNotFoundError as error:
             raise GenerationError(f"the verifier of {prompt.uid} gave no reward: {episode.failure}") from error
-        return EpisodeReward(reward=_reward(rewards, prompt.uid))
+        return EpisodeReward(reward=reward_of(rewards, prompt.uid))
 
 
 class HarborTrials:
@@ -98,9 +98,7 @@ class HarborTrials:
             if rewards:
                 (task.working_dir / _REWARDS_FILE).write_text(json.dumps(rewards))
             raise kind(f"the trial failed in its {stage.replace('_', ' ')}: {words}")
-        if not rewards:
-            raise GenerationError("the trial ended without a reward")
-        reward = _reward(rewards, task.uid)
+        reward = reward_of(rewards, task.uid)
         others = {f"reward/{name}": float(value) for name, value in rewards.items() if name != "reward"}
         return AgentResult(reward=reward, metrics=metrics | others, logs=found["logs"])
 
@@ -172,7 +170,10 @@ def harbor_harness(
     return trials, of_trials
 
 
-def _reward(rewards: dict[str, float], uid: str) -> float:
+def reward_of(rewards: dict[str, float] | None, uid: str) -> float:
+    """The reward called ``reward``, else the mean of all. Raises ``GenerationError`` if there is none, or it is not finite."""
+    if not rewards:
+        raise GenerationError("the trial ended without a reward")
     reward = float(rewards.get("reward", sum(rewards.values()) / len(rewards)))
     if not math.isfinite(reward):
         raise GenerationError(

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.harbor.make import tasks, write
 from skyrl_async.config.schema.generator import HarborConfig
 from skyrl_async.errors import ConfigError, EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.harness import AgentTask
 from skyrl_async.harbor import process
+from skyrl_async.harbor.__main__ import main as check_tasks
 from skyrl_async.harbor.agents import agent_config, harbor_name, with_programs
 from skyrl_async.harbor.process import check_names
 from skyrl_async.harbor.tasks import TASK_COLUMN
@@ -95,6 +97,38 @@ def test_a_python_that_does_not_answer_is_refused(
         ConfigError, match=rf"generator\.harbor\.python must be a Python with Harbor, got .*: {expected}"
     ):
         check_names(python, "oracle", "local")
+
+
+CHECKED = """#!{python}
+import json, sys
+print("a library warns", flush=True)
+if "AgentName" in sys.argv[2]:
+    print(json.dumps([["oracle", "nop"], []]))
+    sys.exit()
+print(json.dumps(dict(ready=True, version="0")), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    rewards = {rewards}[asked["trial"]["agent"]["name"]]
+    print(json.dumps(dict(id=asked["id"], rewards=rewards, failure=None)), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("solved", "untouched", "expected"),
+    [
+        ({"style": 1.0, "tests": 1.0}, {"style": 0.0, "tests": 0.0}, "sound"),
+        ({"style": 0.5, "tests": 0.5}, {"reward": 0.5}, "its solution earns 0.5, and doing nothing 0.5"),
+        (None, {"reward": 0.0}, "with its solution, the trial ended without a reward"),
+    ],
+)
+def test_the_check_of_tasks_judges_the_rewards_that_trials_are_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], solved: object, untouched: object, expected: str
+) -> None:
+    write(next(iter(tasks())), tmp_path / "tasks")
+    text = CHECKED.format(python=sys.executable, rewards={"oracle": solved, "nop": untouched})
+    python = written(tmp_path / "python", text)
+    assert check_tasks([str(tmp_path / "tasks"), "--python", str(python)]) == (0 if expected == "sound" else 1)
+    assert capsys.readouterr().out == f"visitors-0: {expected}\n"
 
 
 RUNNER = """#!{python}
