@@ -231,6 +231,25 @@ def declared_context(directory: Path, key: str = "policy.path") -> int:
     return sys.maxsize if declared is None else int(declared)
 
 
+def check_positions(config: Config, policy_dir: Path) -> None:
+    """Raise ``ConfigError`` if rows that are computed together would change each other's log-probs.
+
+    Where the frequencies of rotary embeddings depend on the length, transformers takes those of the longest row in a micro-batch, and
+    vLLM those of the longest context.
+    """
+    text = text_config(read_config(str(policy_dir)))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+    limit = {**text, **rope}.get(names.get(kind, ""))
+    context = known_context(config, policy_dir)
+    if limit is not None and context > limit:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {limit} for {policy_dir}, whose {kind} rotary embeddings have other frequencies beyond "
+            f"that, got {context}{' (null: that of the model)' if config.engine.max_model_len is None else ''}"
+        )
+
+
 def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
     """Raise ``CheckpointError`` when file headers show that a checkpoint is of another model; loading it checks the rest."""
     there = read_model(checkpoint / "policy")

@@ -21,6 +21,7 @@ from skyrl_async.composition.data import (
     ProgressFn,
     Prompts,
     check_checkpoint_is_of,
+    check_positions,
     fitting_prompts,
     known_context,
     load_renderer,
@@ -147,6 +148,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
         check_harness(generator, Path(config.cache_dir), say)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
+    check_positions(config, initial)
     check_logprobs(config, initial)
     check_teachers(config, initial, prompts)
     check_shared_memory(config, initial)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from skyrl_async.composition.data import PolicyFiles, Prompts, num_planned_steps
+from skyrl_async.composition.data import PolicyFiles, Prompts, check_positions, num_planned_steps
 from skyrl_async.composition.logprobs import (
     LogprobParts,
     check_logprobs,
@@ -50,6 +50,25 @@ def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bou
     assert in_flight("engine.num_engines=4", "trainer.max_staleness_steps=1") == 16
     assert in_flight("engine.num_engines=4", "trainer.num_parallel_generation_workers=9") == 9
     assert in_flight("engine.num_engines=1", "engine.max_num_seqs=65", "generator.n_samples_per_prompt=3") == 22
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 4096),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1024}, 1024),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}, None),
+    ],
+)
+def test_a_context_in_which_rows_would_change_each_others_positions_is_refused(
+    tmp_path: Path, rope: dict[str, object], most: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **rope}))
+    for length in (1024, 2048, 8192):
+        is_refused = most is not None and length > most
+        refused = pytest.raises(ConfigError, match=f"max_model_len must be at most {most} .* got {length}")
+        with refused if is_refused else contextlib.nullcontext():
+            check_positions(config_of(f"engine.max_model_len={length}"), tmp_path)
 
 
 def prompts(num: int) -> Prompts:
