@@ -30,10 +30,13 @@ from torch import Tensor
 from skyrl_async.algorithms import corrections
 from skyrl_async.algorithms.batching import MicroBatch
 from skyrl_async.algorithms.corrections import Rows, Weights
-from skyrl_async.algorithms.losses import MAX_LOG_RATIO, TokenLoss, sums_by_lag
+from skyrl_async.algorithms.losses import TokenLoss, sums_by_lag
 from skyrl_async.algorithms.settings import Bounds, CorrectionSettings
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
+
+_MAX_LOG_WEIGHT = 300.0
+"""Of a weight in an effective sample size, of either sign: float64 holds the squares of such weights, and their sums."""
 
 
 class Anchor(Enum):
@@ -169,7 +172,8 @@ def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor)
 
     The effective sample size of n weights is ``(sum w)^2 / sum w^2``, at most n (Kish 1965; Owen, "Monte Carlo theory, methods and
     examples", chapter 9), here of ``w = pi / mu``, per token and per row. Sums rather than sizes, so that micro-batches, ranks and
-    streaming add up.
+    streaming add up. It does not depend on the scale of the weights: those of long answers may all be tiny, and stay as they are down
+    to ``exp(-300)``, below which they are 0.
 
     Args:
         logprobs: (N,) float32, nats, of the policy being trained; N >= 1.
@@ -185,7 +189,7 @@ def sample_size_figures(logprobs: Tensor, batch: MicroBatch, token_lags: Tensor)
     has_tokens = rows.sums(torch.ones_like(log_ratio)) > 0
     figures: dict[str, float] = {}
     for prefix, log_weights in (("sequence_", rows.sums(log_ratio)[has_tokens]), ("", log_ratio)):
-        weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        weights = log_weights.clamp(max=_MAX_LOG_WEIGHT).exp() * (log_weights >= -_MAX_LOG_WEIGHT)
         sums = {"ess_count": torch.ones_like(weights), "ess_weights": weights, "ess_squares": weights.square()}
         figures |= {f"{prefix}{name}": of.sum().item() for name, of in sums.items()}
     return figures | sums_by_lag(token_lags, sums)

@@ -272,10 +272,11 @@ def _is_uniform(samples: Sequence[Sample]) -> bool:
 def effective_shares(sums: Mapping[str, float]) -> dict[str, float]:
     """``policy/<prefix>ess``: ``(sum w)^2 / (n sum w^2)``, in (0, 1], for every set of weights in ``sums``.
 
-    ``algorithms.off_policy.sample_size_figures`` says which sums those are.
+    ``algorithms.off_policy.sample_size_figures`` says which sums those are. It is ``1 / n``, its least, if every weight is too small for
+    them.
     """
-    prefixes = [name.removesuffix("ess_count") for name in sums if name.endswith("ess_count")]
-    return {
-        f"policy/{of}ess": sums[f"{of}ess_weights"] ** 2 / (sums[f"{of}ess_count"] * sums[f"{of}ess_squares"])
-        for of in prefixes
-    }
+    shares = {}
+    for of in [name.removesuffix("ess_count") for name in sums if name.endswith("ess_count")]:
+        weights, squares = sums[f"{of}ess_weights"], sums[f"{of}ess_squares"]
+        shares[f"policy/{of}ess"] = (weights**2 / squares if squares else 1.0) / sums[f"{of}ess_count"]
+    return shares

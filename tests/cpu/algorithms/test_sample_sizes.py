@@ -77,6 +77,23 @@ def test_fresh_tokens_are_worth_what_they_number_whatever_row_is_empty() -> None
     assert shares == {"policy/ess": 1.0, "policy/sequence_ess": 1.0, "policy/lag0_ess": 1.0}
 
 
+def test_answers_far_from_the_policy_are_worth_few_of_it_and_no_more_than_one_where_every_weight_is_too_small_for_a_sum() -> (
+    None
+):
+    rows = random_rows(5, num_rows=5)
+    batch = collate(rows, CPU, is_packed=True)
+    lengths = [row.trajectory.num_sampled_tokens for row in rows]
+
+    def share(log_weights: list[float]) -> float:
+        of_tokens = [w / n for w, n in zip(log_weights, lengths, strict=True) for _ in range(n)]
+        return shares_of([batch], of_tokens)["policy/sequence_ess"]
+
+    off = [-40.0, -45.0, -38.0, -60.0, -41.0]
+    assert share(off) == pytest.approx(size([math.exp(w + 40) for w in off]) / 5, rel=1e-4)
+    assert share([w * 7 for w in off]) == pytest.approx(size([math.exp(7 * (w + 40)) for w in off]) / 5, rel=1e-3)
+    assert share([w * 100 for w in off]) == 1 / 5
+
+
 @pytest.mark.slow
 async def test_a_mini_batch_that_is_masked_whole_steps_without_a_policy_gradient_and_is_counted_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
