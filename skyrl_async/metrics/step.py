@@ -186,14 +186,14 @@ class StepFigures:
     def loss_denominator(self) -> float:
         """Denominator of the sums of losses and gradients since the last optimizer step.
 
-        It is 1 if every token is masked for staleness or length: the gradient is 0, and the step only increases the version.
+        It is 1 if every token is masked for staleness or length: the gradient is 0, and only momentum and weight decay move weights.
         """
         is_masked = self.num_masked_tokens or self._counts["overlong_rows"]
         return self.step_denominator if self.step_denominator or not is_masked else 1.0
 
     @property
     def is_all_masked(self) -> bool:
-        """Whether off-policy corrections masked every token: the policy gradient is 0, and the step only increases the version."""
+        """Whether off-policy corrections masked every token: the gradient of the policy loss is 0."""
         return 0 < self.num_passed_tokens <= self.sums.get("correction_masked_sum", 0.0)
 
     @property
