@@ -27,11 +27,13 @@ RewardShape = Callable[[Sequence[Sample]], Sequence[float]]
 
 
 def shape_rewards(group: Group, shapes: Sequence[RewardShape]) -> Group:
-    """Return the group with ``shaped_reward`` in every row. Each shape starts from the rewards of the one before.
+    """Return the group with ``shaped_reward`` in every row, or without shapes in none.
+
+    Each shape starts from the rewards of the one before.
 
     Raises ``GenerationError`` if a shape raises, or does not return one finite number per sample.
     """
-    if not shapes:
+    if not shapes and all(row.shaped_reward is None for row in group.trajectories):
         return group
     rows = tuple(replace(row, shaped_reward=None) for row in group.trajectories)
     for shape in shapes:

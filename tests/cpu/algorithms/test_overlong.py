@@ -136,11 +136,12 @@ def test_shapes_apply_in_order_to_samples_and_all_their_rows() -> None:
     assert [t.shaped_reward for t in found.trajectories] == [1.0, 0.5, 1.0]
 
 
-def test_a_group_of_a_checkpoint_is_shaped_anew_and_not_twice() -> None:
+def test_a_group_of_a_checkpoint_is_shaped_anew_and_not_twice_and_not_at_all_once_nothing_shapes() -> None:
     penalise = penalise_overlong(max_tokens=10, buffer_len=10, factor=1.0)
     first = shape_rewards(group(row(1.0, 5), row(0.0, 7)), [penalise])
     again = from_json(Group, group_to_json(first))
     assert shape_rewards(again, [penalise]) == first
+    assert shape_rewards(again, []) == group(row(1.0, 5), row(0.0, 7))
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [1.0, float("nan")], [1.0, 2.0, 3.0]])
