@@ -107,8 +107,9 @@ class StepAdvantages:
 
     @property
     def kl_coef(self) -> float | None:
-        """Coefficient of the penalty in the next step, for checkpoints; None without a penalty."""
-        return None if self.penalty is None else self.penalty.controller.coefficient
+        """Coefficient of the penalty in the next step, for checkpoints; None if none follows a target."""
+        controller = None if self.penalty is None else self.penalty.controller
+        return None if controller is None or controller.target is None else controller.coefficient
 
     @property
     def prompt_rewards(self) -> dict[str, tuple[float, float]]:

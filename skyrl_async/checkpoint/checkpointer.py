@@ -67,7 +67,7 @@ class TrainerState:
     running: tuple[RunningGroup, ...] = ()
     """Admitted groups that are not finished, oldest first."""
     kl_coef: float | None = None
-    """Coefficient of the KL penalty in the reward at the next step; None without a penalty."""
+    """Coefficient of the KL penalty in the reward at the next step; None if none follows a target."""
     prompt_rewards: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Uid -> sum of what its earlier samples earned and their number, both decayed; empty if no baseline is made of them."""
     num_recorded: int = 0

@@ -270,11 +270,19 @@ class TestInTheLoop:
         assert whole == self.coefficients(self.SETTINGS)
         assert len(whole) == 8
 
-    def test_a_fixed_coefficient_is_the_configurations_also_after_a_resume(self) -> None:
-        fixed, adaptive = (
-            StepAdvantages(penalty=penalty(coefficient=0.1)),
-            StepAdvantages(penalty=penalty(coefficient=0.1, target=0.05)),
-        )
-        for estimate in (fixed, adaptive):
-            estimate.restore(0.7, {})
-        assert (fixed.kl_coef, adaptive.kl_coef, StepAdvantages().kl_coef) == (0.1, 0.7, None)
+    def test_a_coefficient_is_the_configurations_after_a_resume_unless_it_followed_a_target_and_still_does(
+        self,
+    ) -> None:
+        for target_before, target, coefficient in (
+            (None, None, 0.1),
+            (None, 0.05, 0.1),
+            (0.05, None, 0.1),
+            (0.05, 0.05, 0.7),
+        ):
+            before, after = (
+                StepAdvantages(penalty=penalty(coefficient=0.7, target=target_before)),
+                StepAdvantages(penalty=penalty(coefficient=0.1, target=target)),
+            )
+            after.restore(before.kl_coef, {})
+            assert after.penalty is not None and after.penalty.controller.coefficient == coefficient
+        assert StepAdvantages().kl_coef is None
