@@ -109,7 +109,7 @@ def loss_rules(config: Config) -> Iterator[str]:
             "on how long training takes; a loss around the engine's log-probs, such as ppo_clip or rollout_is, goes with every bound"
         )
     weight = correction.tis_ratio_type
-    if weight is not None and name not in _WEIGHABLE and not entry.needs_old_logprobs:
+    if weight is not None and POLICY_LOSSES.portable(name) not in _WEIGHABLE and not entry.needs_old_logprobs:
         yield (
             f"{_PREFIX}.tis_ratio_type must be null with {setting}, got {weight.name}: the ratio of "
             f"{name} is to the engine's log-probs already, and a weight would count it twice; set policy_loss_type=decoupled_ppo or "
@@ -231,7 +231,7 @@ def sampling_rules(config: Config) -> Iterator[str]:
 def sequence_settings(config: Config) -> list[str]:
     """What is set that takes one ratio of a whole row, as ``key=value``."""
     algorithm = config.trainer.algorithm
-    correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
+    correction, loss = algorithm.off_policy_correction, POLICY_LOSSES.portable(algorithm.policy_loss_type)
     asked = {
         f"{_PREFIX}.tis_ratio_type=sequence": correction.tis_ratio_type is TisRatioType.sequence,
         f"{_PREFIX}.opsm_delta={correction.opsm_delta}": correction.opsm_delta is not None,
@@ -275,7 +275,10 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
         wrong["trainer.algorithm.use_kl_in_reward=true"] = (
             "every token of an answer adds to its divergence from the reference; set use_kl_loss=true, which has the policy's log-probs"
         )
-    if loss not in ("gspo", *_WEIGHTED_ALONE) and not POLICY_LOSSES.entry(loss).needs_old_logprobs:
+    if (
+        POLICY_LOSSES.portable(loss) not in ("gspo", *_WEIGHTED_ALONE)
+        and not POLICY_LOSSES.entry(loss).needs_old_logprobs
+    ):
         wrong[f"trainer.algorithm.policy_loss_type={loss}"] = (
             "tokens to be lowered are out of bounds before any step; set policy_loss_type=decoupled_ppo or cispo_old, bounded around "
             "recomputed log-probs, or rollout_is or cispo, which weigh every token"

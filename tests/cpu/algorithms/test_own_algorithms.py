@@ -148,6 +148,19 @@ class TestPolicyLosses:
             assert POLICY_LOSSES.portable(name) == path
         assert POLICY_LOSSES.portable("gspo") == "gspo"
 
+    def test_one_in_the_place_of_a_built_in_loss_is_judged_as_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        weighted = (f"{LOSS}=rollout_is", "trainer.algorithm.off_policy_correction.tis_ratio_type=token")
+        cut = (f"{LOSS}=rollout_is", "generator.sampling.top_p=0.9")
+        for overrides in (weighted, cut):
+            config_of(*overrides)
+        monkeypatch.setattr(POLICY_LOSSES, "entries", dict(POLICY_LOSSES.entries))
+        monkeypatch.setattr(POLICY_LOSSES, "_builtin", POLICY_LOSSES._builtin)
+        register_policy_loss("rollout_is")(own_algorithms.half_importance)
+        with pytest.raises(ConfigError, match="tis_ratio_type must be null with .*=rollout_is, got token"):
+            config_of(*weighted)
+        with pytest.raises(ConfigError, match="top_p must be left at its default with .*=rollout_is"):
+            config_of(*cut)
+
     def test_what_was_said_at_its_registration_holds_by_its_path_too(self) -> None:
         for name in ("own_recomputed", f"{HERE}:recomputed"):
             assert POLICY_LOSSES.entry(name).needs_old_logprobs
