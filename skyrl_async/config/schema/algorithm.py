@@ -142,7 +142,7 @@ class KlCovConfig:
     """Share of a mini-batch's tokens, one at least, that are held back: those of largest covariance (the paper's is 0.0002 to 0.002,
     SkyRL's default 0.2).
     """
-    ppo_kl_coef: float = bounded(1.0, ge=0)
+    ppo_kl_coef: float = bounded(1.0, ge=0, lt=math.inf)
     """How strongly they are held to the engine's log-probs, >= 0."""
 
 
@@ -174,7 +174,7 @@ class DistillationConfig:
     """
     teacher_key: str = "teacher"
     """Column of the dataset that names each prompt's teacher; one teacher needs none."""
-    coef: float = bounded(1.0, gt=0)
+    coef: float = bounded(1.0, gt=0, lt=math.inf)
     """Weight of the teacher in the advantage of each token, or with top_k of the divergence in its loss."""
     divergence: Divergence = Divergence.reverse_kl
     """What is made smaller at each token. reverse_kl: KL(student, teacher), by log teacher - log student; the student becomes sure of what
@@ -255,7 +255,7 @@ class AlgorithmConfig:
     generator.max_turns=1 and null: generator.sampling.max_tokens) a penalty grows from 0 to overlong_buffer_penalty_factor. Not of agents,
     whose episodes no such limit cuts. 0: none.
     """
-    overlong_buffer_penalty_factor: float = bounded(1.0, ge=0)
+    overlong_buffer_penalty_factor: float = bounded(1.0, ge=0, lt=math.inf)
     """The largest penalty, >= 0."""
     zero_variance_filter_tol: float = bounded(1e-6, ge=0)
     """Rewards of a group that differ by no more are equal to trainer.fully_async.sample_full_batch."""
@@ -312,7 +312,7 @@ class AlgorithmConfig:
     """
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     """How the coefficient changes with use_kl_in_reward."""
-    kl_loss_coef: float = bounded(0.001, ge=0)
+    kl_loss_coef: float = bounded(0.001, ge=0, lt=math.inf)
     """Coefficient of that divergence, >= 0; 0 only measures it (policy/ref_kl, policy/reward_kl). kl_ctrl.type=adaptive starts from it."""
     kl_estimator_type: KlEstimator | None = None
     """Per token, r the reference's probability over the policy's: k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r (GRPO's), abs is
@@ -325,7 +325,7 @@ class AlgorithmConfig:
 
     use_entropy_loss: bool = False
     """Take entropy_loss_coef times the policy's entropy (policy/entropy) from the loss of every token."""
-    entropy_loss_coef: float = bounded(0.01, ge=0)
+    entropy_loss_coef: float = bounded(0.01, ge=0, lt=math.inf)
     """Coefficient of that entropy, >= 0."""
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """The ``policy`` section: which model is trained, and how the tiny one is made."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -43,7 +44,7 @@ LARGEST_SERVED_RANK = 512
 class LoraConfig:
     rank: int = bounded(0, ge=0)
     """Rank of the adapters that train in place of the weights, which stay as they are; 0 trains the weights."""
-    alpha: float = bounded(16.0, gt=0)
+    alpha: float = bounded(16.0, gt=0, lt=math.inf)
     """An adapter's output is scaled by alpha / rank."""
     dropout: float = bounded(0.0, ge=0, lt=1)
     """Dropout of the adapters' inputs in training, in [0, 1); log-probs of stages and engines are without it."""

@@ -1,5 +1,6 @@
 """The ``trainer`` section: the loop, its staleness bound, its checkpoints and its steps."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
@@ -58,9 +59,9 @@ class CriticModelConfig:
 
 @dataclass
 class CriticOptimizerConfig:
-    lr: float = bounded(5e-6, gt=0)
+    lr: float = bounded(5e-6, gt=0, lt=math.inf)
     """Peak learning rate. Default: SkyRL's."""
-    weight_decay: float | None = None
+    weight_decay: float | None = bounded(None, ge=0, lt=math.inf)
     """Decoupled weight decay of its AdamW. Null: the policy's (training.weight_decay), as the rest of its optimizer is."""
     max_grad_norm: float | None = bounded(None, ge=0)
     """Gradient clipping; 0 does not clip. Null: training.max_grad_norm."""

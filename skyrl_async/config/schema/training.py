@@ -1,5 +1,6 @@
 """The ``training`` section: what computes gradients."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -48,13 +49,13 @@ class TrainingConfig:
     """Ranks of the critic of advantage_estimator=gae and turn_gae, and of what says needs_values; other estimators have none."""
     device: Device = Device.auto
     """auto takes cuda where there is one."""
-    lr: float = bounded(1e-6, gt=0)
+    lr: float = bounded(1e-6, gt=0, lt=math.inf)
     """Peak learning rate of AdamW. Default: SkyRL's and verl's."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = bounded(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = bounded(0.999, ge=0, lt=1)
     """Decay of AdamW's second moment. Default: SkyRL's and verl's."""
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, ge=0, lt=math.inf)
     """Decoupled weight decay of AdamW. Default: SkyRL's and verl's."""
     lr_schedule: LrSchedule = LrSchedule.constant
     """After warm-up: constant (SkyRL's and verl's default), or down to 0 over the run's steps, linear or cosine."""

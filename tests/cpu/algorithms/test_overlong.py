@@ -307,7 +307,7 @@ def test_a_configuration_names_a_shape_of_one_s_own_before_the_penalty_for_lengt
             r"overlong_buffer_len must be 0 with generator=agent, got 64: .*server.session_max_tokens counts .*reward_shaping",
         ),
         (["trainer.algorithm.overlong_buffer_len=-1"], r"overlong_buffer_len must be >= 0, got -1"),
-        (["trainer.algorithm.overlong_buffer_penalty_factor=-1"], r"penalty_factor must be >= 0, got -1"),
+        (["trainer.algorithm.overlong_buffer_penalty_factor=-1"], r"penalty_factor must be in \[0, inf\), got -1"),
         (
             ["trainer.algorithm.reward_shaping=nowhere"],
             r"reward_shaping must be package.module:function, got 'nowhere'",

@@ -431,7 +431,17 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["task=dataset", "task.train_files=[x.jsonl]"],
             "policy.path must be a .*directory when task.name=dataset, got nu",
         ),
-        (["trainer.algorithm.kl_loss_coef=-0.1"], "trainer.algorithm.kl_loss_coef must be >= 0, got -0.1"),
+        (["trainer.algorithm.kl_loss_coef=-0.1"], r"trainer.algorithm.kl_loss_coef must be in \[0, inf\), got -0.1"),
+        (["trainer.algorithm.kl_loss_coef=inf"], r"trainer.algorithm.kl_loss_coef must be in \[0, inf\), got inf"),
+        (["trainer.algorithm.entropy_loss_coef=inf"], r"entropy_loss_coef must be in \[0, inf\), got inf"),
+        (["training.lr=inf"], r"training.lr must be in \(0, inf\), got inf"),
+        (["training.adam_beta1=1.0"], r"training.adam_beta1 must be in \[0, 1\), got 1.0"),
+        (["training.adam_beta2=-0.1"], r"training.adam_beta2 must be in \[0, 1\), got -0.1"),
+        (["training.weight_decay=nan"], r"training.weight_decay must be in \[0, inf\), got nan"),
+        (
+            ["trainer.critic.optimizer_config.weight_decay=-1"],
+            r"trainer.critic.optimizer_config.weight_decay must be in \[0, inf\) or null, got -1.0",
+        ),
         (
             ["trainer.algorithm.kl_estimator_type=k4"],
             "kl_estimator_type must be k1 or k2 or k3 or abs or null, got 'k4'",

@@ -365,7 +365,8 @@ def test_every_init_begins_with_nothing(make: Make) -> None:
     ("override", "message"),
     [
         ("policy.lora.rank=-1", "policy.lora.rank must be >= 0, got -1"),
-        ("policy.lora.alpha=0", "policy.lora.alpha must be > 0, got 0.0"),
+        ("policy.lora.alpha=0", r"policy.lora.alpha must be in \(0, inf\), got 0.0"),
+        ("policy.lora.alpha=inf", r"policy.lora.alpha must be in \(0, inf\), got inf"),
         ("policy.lora.dropout=1", r"policy.lora.dropout must be in \[0, 1\), got 1.0"),
         ("policy.lora.target_modules=[]", "policy.lora.target_modules must be"),
         ("policy.lora.target_modules=[all-linear,q_proj]", "policy.lora.target_modules must be"),
