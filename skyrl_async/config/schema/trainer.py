@@ -203,8 +203,8 @@ class TrainerConfig:
     """
     restart_journal_mb: int = bounded(1024, ge=0)
     """Memory for what was trained since the last checkpoint, in case policy workers die (about 9 bytes per token, 4 for each kind of
-    log-probs beside the engine's, and 8 top_k + 4 with distillation.top_k); when it is full the run saves the policy for itself, and
-    deletes that at its end.
+    log-probs beside the engine's and for advantages that differ within an answer, and 8 top_k + 4 with distillation.top_k); when it is
+    full the run saves the policy for itself, and deletes that at its end.
     """
     eval_interval_steps: int = bounded(20, ge=0)
     """Steps between evaluations while training, beside those before and after; 0 leaves them out."""

@@ -1,13 +1,16 @@
 """The calls to the policy since the last checkpoint, which a restart of its workers makes again.
 
-Calls are kept pickled, after they succeeded: some 9 bytes per token, and those of a teacher's likeliest tokens. Knows nothing of workers.
+Calls are kept pickled, after they succeeded: some 9 bytes per token, 4 more for advantages that differ within an answer and
+for each kind of log-probs beside the engine's, and those of a teacher's likeliest tokens. Knows nothing of workers.
 """
 
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_async.columns import Advantages
+import numpy as np
+
+from skyrl_async.columns import Advantages, is_repeated
 from skyrl_async.training.protocol import Policy
 from skyrl_async.types import Trajectory
 
@@ -64,7 +67,11 @@ class CallJournal:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float | Advantages], version: int
     ) -> None:
         """Append a ``forward_backward``."""
-        self._calls.append(pickle.dumps((tuple(trajectories), tuple(advantages), version), pickle.HIGHEST_PROTOCOL))
+        # A pickle would hold a repeated number once per token.
+        columns = tuple(
+            float(of[0]) if isinstance(of, np.ndarray) and len(of) and is_repeated(of) else of for of in advantages
+        )
+        self._calls.append(pickle.dumps((tuple(trajectories), columns, version), pickle.HIGHEST_PROTOCOL))
 
     def add_step(self, denominator: float, lr_scale: float, grad_norm: float) -> None:
         """Append a ``step``."""

@@ -177,7 +177,7 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
         max_restarts: >= 0, over all calls. A restart that fails counts too.
         directory: for a checkpoint of the policy alone, written if the journal outgrows ``max_journal_bytes`` before there is
             another; removed by ``close``.
-        max_journal_bytes: about 20 per token trained.
+        max_journal_bytes: ``training.workers.journal`` says how many a token takes.
         kind: what the log calls the workers.
     """
 

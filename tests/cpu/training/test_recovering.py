@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, TrainerState
+from skyrl_async.columns import repeated
 from skyrl_async.errors import (
     CheckpointError,
     DeadlineError,
@@ -571,8 +573,15 @@ def test_a_journal_is_cut_where_a_checkpoint_begins_and_gives_calls_back_to_the_
     (call,) = journal._calls
     assert isinstance(call, bytes) and journal.num_bytes == len(call)
     assert pickle.loads(call) == (tuple(one_row(7)), (-1 / 7,), 1)
+    columns = [repeated(1 / 3, 1000), repeated(0.0, 0), np.full(1000, 1 / 3, np.float32)]
+    for column, num_bytes in zip(columns, (0, 0, 4000), strict=True):
+        before = journal.num_bytes
+        journal.add_gradients(one_row(7), [column], 1)
+        kept = pickle.loads(journal._calls[-1])[1][0]  # type: ignore[arg-type]
+        assert num_bytes <= journal.num_bytes - before - len(call) < num_bytes + 300
+        assert np.array_equal(np.broadcast_to(np.asarray(kept, np.float32), column.shape), column)
     journal.cut(position)
-    assert journal.last_step == position and len(journal) == 1
+    assert journal.last_step == position and len(journal) == 4
     journal.clear()
     assert len(journal) == journal.num_bytes == 0
 
