@@ -50,7 +50,7 @@ class LoraConfig:
     """Dropout of the adapters' inputs in training, in [0, 1); log-probs of stages and engines are without it."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names, or their ends, of the linear layers that get an adapter, such as [q_proj,v_proj]; [all-linear] is all of them but the output
-    projection, which never gets one.
+    projection, which never gets one. Experts whose matrices are stacked in one parameter are none of them.
     """
     exclude_modules: list[str] = field(default_factory=list)
     """Names, or their ends, of layers that get none though they are among these."""

@@ -43,7 +43,7 @@ class LoraAdapters:
         seed: of the drawn values.
 
     Raises:
-        PolicyError: no layer has a name that the settings ask for.
+        PolicyError: no layer has a name that the settings ask for, or is linear.
     """
 
     def __init__(self, model: nn.Module, settings: LoraConfig, *, base: str, seed: int) -> None:
@@ -89,9 +89,12 @@ class LoraAdapters:
 def add_adapters(model: nn.Module, settings: LoraConfig, *, seed: int) -> dict[str, LoraLayer]:
     """Put adapters into ``model``, in place; nothing else trains afterwards. Every rank draws the same values.
 
-    Returns the adapted layers by their previous names. Raises ``PolicyError`` if no layer has a name that the settings ask for.
+    Returns the adapted layers by their previous names. Raises ``PolicyError`` if no layer has a name that the settings ask for, or
+    is linear.
     """
     names = adapted_layers(model, settings)
+    if not settings.named_targets:
+        _warn_of_stacked_layers(model)
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -111,19 +114,45 @@ def add_adapters(model: nn.Module, settings: LoraConfig, *, seed: int) -> dict[s
 def adapted_layers(model: nn.Module, settings: LoraConfig) -> list[str]:
     """Names of the linear layers that get an adapter. Never the output projection: it may share its weight with the embedding."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    targets = settings.named_targets
-    missing = [target for target in targets if not any(_is_called(name, target) for name in linear)]
-    if missing:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = [name for name, m in layers.items() if m is not head]
+    if not linear:
         raise PolicyError(
-            f"policy.lora.target_modules must name linear layers of the policy ({known}), got {missing[0]}"
+            f"policy.lora.rank must be 0 for a {type(model).__name__}, got {settings.rank}: it has no linear layer (torch.nn.Linear) that "
+            "could get an adapter"
         )
+    targets = settings.named_targets
+    # Excluding the head, as other trainers need to, is no mistake.
+    for key, names, known in (("target", targets, linear), ("exclude", settings.exclude_modules, list(layers))):
+        if missing := [end for end in names if not any(_is_called(name, end) for name in known)]:
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+            raise PolicyError(
+                f"policy.lora.{key}_modules must name linear layers of the policy ({ends}), got {missing[0]}"
+            )
     chosen = [name for name in linear if not targets or any(_is_called(name, target) for target in targets)]
     kept = [name for name in chosen if not any(_is_called(name, excluded) for excluded in settings.exclude_modules)]
     if not kept:
         raise PolicyError(f"policy.lora.exclude_modules must leave a layer that trains, got {settings.exclude_modules}")
     return kept
+
+
+def _warn_of_stacked_layers(model: nn.Module) -> None:
+    """Name what holds the matrices of several layers, as of experts, and is no linear layer."""
+    sizes = {
+        f"{name}.{key}": parameter.numel()
+        for name, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
+    }
+    if sizes:
+        share = sum(sizes.values()) / sum(parameter.numel() for parameter in model.parameters())
+        logger.warning(
+            "policy.lora.target_modules=[all-linear]: %d parameters that each hold the matrices of several experts get no adapter and "
+            "do not train, such as %s; they are %.0f %% of the model",
+            len(sizes),
+            next(iter(sizes)),
+            100 * share,
+        )
 
 
 def _is_called(name: str, end: str) -> bool:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_async.composition.data import PolicyFiles, Prompts
 from skyrl_async.composition.logprobs import training_settings
@@ -334,6 +334,34 @@ async def test_layers_are_chosen_by_their_names(make: Make, tmp_path: Path) -> N
         make(lora=replace(LORA, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(PolicyError, match="exclude_modules must leave a layer that trains"):
         make(lora=replace(LORA, target_modules=["q_proj"], exclude_modules=["q_proj"]))
+    with pytest.raises(
+        PolicyError, match=r"exclude_modules must name linear layers .*\(down_proj, .*, v_proj\), got qproj"
+    ):
+        make(lora=replace(LORA, exclude_modules=["lm_head", "qproj"]))
+
+
+def test_matrices_that_are_no_linear_layers_are_named_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    of_experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **of_experts, head_dim=16))
+    total = sum(p.numel() for p in experts.parameters())
+    add_adapters(experts, replace(LORA, target_modules=["q_proj"]), seed=0)
+    assert not caplog.records
+    experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **of_experts, head_dim=16))
+    add_adapters(experts, LORA, seed=0)
+    assert (
+        "2 parameters that each hold the matrices of several experts get no adapter and do not train, such as"
+        in caplog.text
+    )
+    assert (
+        f"model.layers.0.mlp.experts.gate_up_proj; they are {100 * 4 * 3 * 32 * 16 / total:.0f} % of the model"
+        in caplog.text
+    )
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    with pytest.raises(
+        PolicyError, match=r"policy.lora.rank must be 0 for a GPT2LMHeadModel, got 4: it has no linear layer"
+    ):
+        add_adapters(gpt2, LORA, seed=0)
 
 
 async def test_tied_embeddings_stay_tied(tmp_path: Path, make: Make) -> None:
