@@ -68,10 +68,10 @@ def read_model(directory: Path) -> CheckpointedModel:
         raise _damaged(path, error) from error
 
 
-def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
-    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a complete checkpoint of this model."""
+def check_manifest(directory: Path, *, model_type: str, shapes: Shapes, key: str = "policy.path") -> None:
+    """Raise ``CheckpointError``, saying what differs, unless ``directory`` is a complete checkpoint of the model that ``key`` names."""
     found = read_model(directory)
-    check_model(directory, found, model_type=model_type, shapes=shapes)
+    check_model(directory, found, model_type=model_type, shapes=shapes, key=key)
     for name, num_bytes in found.files.items():
         file = directory / name
         if not file.is_file():
@@ -82,18 +82,20 @@ def check_manifest(directory: Path, *, model_type: str, shapes: Shapes) -> None:
             )
 
 
-def check_model(directory: Path, found: CheckpointedModel, *, model_type: str, shapes: Shapes) -> None:
-    """Raise ``CheckpointError`` when the checkpoint in ``directory`` is of another model than this."""
-    advice = "set policy.path to the policy it was made with, or trainer.resume_mode=none"
+def check_model(
+    directory: Path, found: CheckpointedModel, *, model_type: str, shapes: Shapes, key: str = "policy.path"
+) -> None:
+    """Raise ``CheckpointError`` when the checkpoint in ``directory`` is of another model than this, which ``key`` names."""
+    advice = f"set {key} to the model it was made with, or trainer.resume_mode=none"
     if found.model_type != model_type:
         raise CheckpointError(
-            f"checkpoint {directory} is of a {found.model_type} model, the policy is {model_type}; {advice}"
+            f"checkpoint {directory} is of a {found.model_type} model, that of {key} is {model_type}; {advice}"
         )
     for name in sorted(shapes.keys() | found.shapes.keys()):
         here, there = shapes.get(name), found.shapes.get(name)
         if here != there:
             raise CheckpointError(
-                f"checkpoint {directory} is of another model: {name} has shape {there} there and {here} in the policy "
+                f"checkpoint {directory} is of another model: {name} has shape {there} there and {here} in that of {key} "
                 f"(None: it does not exist); {advice}"
             )
 

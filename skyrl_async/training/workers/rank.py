@@ -325,7 +325,8 @@ class PolicyRank:
             CheckpointError: it is incomplete, damaged or of another model.
         """
         self._require_training("load a checkpoint")
-        check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes())
+        key = "trainer.critic.model.path" if self._settings.is_critic else "policy.path"
+        check_manifest(directory, model_type=self._model_type, shapes=self._backend.parameter_shapes(), key=key)
         self._trained_rows.clear()
         try:
             self._backend.load(directory)

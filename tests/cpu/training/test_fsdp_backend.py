@@ -550,8 +550,10 @@ class TestCheckpoints:
         manifest = json.loads((tmp_path / "checkpoint" / "policy.json").read_text())
         manifest["model_type"] = "llama"
         (tmp_path / "checkpoint" / "policy.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match="is of a llama model, the policy is qwen3"):
-            await make().load(tmp_path / "checkpoint")
+        llama = "is of a llama model, that of {} is qwen3; set {} to the model it was made with"
+        for key, is_critic in (("policy.path", False), ("trainer.critic.model.path", True)):
+            with pytest.raises(CheckpointError, match=llama.format(key, key)):
+                await make(is_critic=is_critic).load(tmp_path / "checkpoint")
         for content in ([], manifest | {"files": 1}):
             (tmp_path / "checkpoint" / "policy.json").write_text(json.dumps(content))
             with pytest.raises(CheckpointError, match=r"policy.json is damaged"):
