@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
+from skyrl_async.config.rules.algorithm import needs_critic
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
@@ -208,6 +209,16 @@ def num_planned_steps(config: Config, prompts: Prompts) -> int:
     num_prompts = trainer.num_epochs * len(epoch_plan(config, prompts))
     in_epochs = math.ceil(num_prompts / trainer.batch_size) * trainer.steps_per_batch
     return in_epochs if trainer.num_steps is None else min(trainer.num_steps, in_epochs)
+
+
+def check_critic_warmup(config: Config, prompts: Prompts) -> None:
+    """Raise ``ConfigError`` when the run ends before the policy is trained at all."""
+    num_steps, warmup_steps = num_planned_steps(config, prompts), config.trainer.critic.warmup_steps
+    if needs_critic(config) and 0 < num_steps <= warmup_steps:
+        raise ConfigError(
+            f"trainer.critic.warmup_steps must be < {num_steps}, the steps that trainer.num_epochs={config.trainer.num_epochs} of "
+            f"{len(prompts.train):,} prompts hold, got {warmup_steps}: the policy would never be trained"
+        )
 
 
 def load_renderer(directory: Path, trust_remote_code: bool) -> ChatRenderer:

@@ -21,6 +21,7 @@ from skyrl_async.composition.data import (
     ProgressFn,
     Prompts,
     check_checkpoint_is_of,
+    check_critic_warmup,
     check_positions,
     fitting_prompts,
     known_context,
@@ -142,6 +143,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     has_lone_samples = generator.apply_overlong_filtering or generator.n_samples_per_prompt == 1
     check_algorithm(config.trainer.algorithm, has_lone_samples=has_lone_samples)
     prompts = prepare_prompts(config)
+    check_critic_warmup(config, prompts)
     if config.task.name == HARBOR_TASK:
         check_harbor(generator, Path(config.cache_dir), say)
     elif generator.harness is not None:

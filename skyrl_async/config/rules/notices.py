@@ -203,8 +203,9 @@ def _values_of_groups(key: str) -> list[Any]:
 def advice(config: Config) -> list[str]:
     """A sentence for each setting that is allowed and hardly ever meant."""
     of_algorithm = (_advice_on_losses, _advice_on_divergence, _advice_on_sequences)
-    of_run = (_advice_on_baselines, _advice_on_filtering, _advice_on_schedule, _advice_on_memory, _advice_on_dtype)
-    return [sentence for give in (*of_algorithm, *of_run) for sentence in give(config)]
+    of_run = (_advice_on_baselines, _advice_on_filtering, _advice_on_schedule, _advice_on_warmup)
+    of_machine = (_advice_on_memory, _advice_on_dtype)
+    return [sentence for give in (*of_algorithm, *of_run, *of_machine) for sentence in give(config)]
 
 
 def _advice_on_losses(config: Config) -> Iterator[str]:
@@ -299,6 +300,17 @@ def _advice_on_schedule(config: Config) -> Iterator[str]:
             f"training.lr_schedule={schedule.name} is laid over all steps that trainer.num_epochs={trainer.num_epochs} hold, and "
             "trainer.fully_async.sample_full_batch=true filters groups, so that there will be fewer: the learning rate does not come down "
             "to 0; set trainer.num_steps, or training.lr_schedule=constant"
+        )
+
+
+def _advice_on_warmup(config: Config) -> Iterator[str]:
+    """The learning rate rises in steps that do not move the policy, too."""
+    of_critic, of_lr = config.trainer.critic.warmup_steps, config.training.num_warmup_steps
+    if needs_critic(config) and of_critic and of_lr:
+        share = min(1.0, (of_critic + 1) / of_lr)
+        yield (
+            f"training.num_warmup_steps={of_lr} counts the steps of trainer.critic.warmup_steps={of_critic}, which train no policy: the "
+            f"policy's first step takes {share:.0%} of training.lr; set more num_warmup_steps for a smaller one"
         )
 
 

@@ -76,7 +76,7 @@ class CriticConfig:
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     """How its weights change."""
     warmup_steps: int = bounded(0, ge=0)
-    """First steps in which the critic alone is trained: the policy's gradients are dropped."""
+    """First steps in which the critic alone is trained: the policy's gradients are dropped. training.num_warmup_steps counts them."""
 
 
 @dataclass

@@ -11,7 +11,13 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from skyrl_async.composition.data import PolicyFiles, Prompts, check_positions, num_planned_steps
+from skyrl_async.composition.data import (
+    PolicyFiles,
+    Prompts,
+    check_critic_warmup,
+    check_positions,
+    num_planned_steps,
+)
 from skyrl_async.composition.logprobs import (
     LogprobParts,
     check_logprobs,
@@ -85,6 +91,21 @@ def test_a_run_has_the_steps_asked_for_or_those_its_epochs_hold(num_steps: str, 
         f"trainer.num_steps={num_steps}", f"trainer.num_epochs={num_epochs}", "trainer.policy_mini_batch_size=4"
     )
     assert num_planned_steps(config, prompts(10)) == expected
+
+
+@pytest.mark.parametrize("num_steps", ["null", "50"])
+def test_a_critic_whose_warm_up_outlasts_the_epochs_is_refused(num_steps: str) -> None:
+    def config(*overrides: str) -> Config:
+        epochs = (f"trainer.num_steps={num_steps}", "trainer.num_epochs=3", "trainer.policy_mini_batch_size=4")
+        return from_overrides(*epochs, "trainer.critic.warmup_steps=8", *overrides)
+
+    check_critic_warmup(config(), prompts(10))
+    check_critic_warmup(config(GAE), prompts(11))
+    check_critic_warmup(config(GAE), prompts(0))
+    with pytest.raises(
+        ConfigError, match=r"must be < 8, the steps that .*num_epochs=3 of 10 prompts hold, got 8: the policy"
+    ):
+        check_critic_warmup(config(GAE), prompts(10))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -117,6 +117,19 @@ def test_a_falling_learning_rate_over_steps_that_will_not_happen() -> None:
     assert advice(config_of("trainer.num_steps=null")) == advice(config_of(filtered[1])) == []
 
 
+def test_a_warm_up_that_passes_while_the_critic_alone_is_trained() -> None:
+    gae, both = (
+        f"{ALGORITHM}.advantage_estimator=gae",
+        ("trainer.critic.warmup_steps=4", "training.num_warmup_steps=10"),
+    )
+    (found,) = advice(config_of(gae, *both))
+    assert "the policy's first step takes 50% of training.lr; set more num_warmup_steps" in found
+    (found,) = advice(config_of(gae, both[0], "training.num_warmup_steps=3"))
+    assert "the policy's first step takes 100% of training.lr" in found
+    for others in ((gae, both[0], "training.num_warmup_steps=0"), (gae, both[1]), both):
+        assert advice(config_of(*others)) == []
+
+
 def test_rows_that_the_trainers_memory_cannot_hold_are_said_with_all_their_factors() -> None:
     huge = (
         "trainer.policy_mini_batch_size=2048",

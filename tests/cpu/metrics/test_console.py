@@ -235,7 +235,7 @@ def test_an_alarm_keeps_its_step_however_long_it_lasts_and_a_slow_engine_is_name
 
 def test_an_alarm_on_failing_samples_says_why_they_fail_and_commands_no_terminal() -> None:
     console, file, _ = plain()
-    console.watch(list, lambda: ["OSError: gone \x1b[2J"])
+    console.watch(list, lambda: {FAILED: ["OSError: gone \x1b[2J"]})
     with console:
         for step in range(1, 10):
             console.log(step, {"generate/failed_frac": 0.5})
