@@ -36,6 +36,7 @@ from skyrl_async.registries import ADVANTAGE_ESTIMATORS, Unit
 
 _ALGORITHM = "trainer.algorithm"
 _REWARDS = f"{_ALGORITHM}.distillation.use_rewards=true"
+_POLICY_LOSS = f"{_REWARDS} or top_k=null"
 _REFERENCE = f"{_ALGORITHM}.use_kl_loss=true or use_kl_in_reward=true"
 _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
@@ -101,8 +102,12 @@ def _of_algorithm(config: Config) -> tuple[_Needs, ...]:
 
 
 def _of_losses(algorithm: AlgorithmConfig) -> Iterator[_Needs]:
-    """Constants of another loss; a user's own may read any."""
-    if any(algorithm.policy_loss_type in losses for losses in LOSSES_THAT_READ.values()):
+    """Constants of another loss, or where no loss gets advantages of any; a user's own may read any."""
+    if algorithm.distillation.replaces_policy_loss:
+        for path in ("policy_loss_type", *LOSSES_THAT_READ):
+            section, _, key = f"{_ALGORITHM}.{path}".rpartition(".")
+            yield section, (key,), False, _POLICY_LOSS
+    elif any(algorithm.policy_loss_type in losses for losses in LOSSES_THAT_READ.values()):
         yield from _of_readers(LOSSES_THAT_READ, "policy_loss_type", algorithm.policy_loss_type)
 
 
@@ -124,6 +129,8 @@ def _of_readers(readers: Mapping[str, tuple[str, ...]], setting: str, name: str)
 
 def _of_corrections(algorithm: AlgorithmConfig) -> tuple[_Needs, ...]:
     path, correction = f"{_ALGORITHM}.off_policy_correction", algorithm.off_policy_correction
+    if algorithm.distillation.replaces_policy_loss:
+        return ((path, (), False, _POLICY_LOSS),)
     kind, metric = correction.tis_ratio_type, correction.sequence_mask_metric
     is_product, is_geometric = metric is SequenceMaskMetric.product, metric is SequenceMaskMetric.geometric
     product, geometric = ("product_mask_low", "product_mask_high"), ("geo_mask_low", "geo_mask_high")

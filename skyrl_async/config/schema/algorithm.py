@@ -202,6 +202,11 @@ class DistillationConfig:
         """Whether there are teachers, and rewards train nothing."""
         return bool(self.teachers) and not self.use_rewards
 
+    @property
+    def replaces_policy_loss(self) -> bool:
+        """Whether no advantage is trained: the divergence from teachers alone, in the loss."""
+        return self.is_alone and self.top_k is not None
+
 
 @dataclass
 class AlgorithmConfig:

@@ -65,6 +65,20 @@ def test_settings_of_rewards_are_said_to_do_nothing_beside_teachers_alone() -> N
         assert sorted(found) == sorted([*expected, expected[0].replace(read[0], estimator)]) and beside == []
 
 
+def test_settings_of_the_policy_loss_are_said_to_do_nothing_where_a_divergence_from_teachers_takes_its_place() -> None:
+    top = ("trainer.algorithm.distillation.teachers={t: /x}", "trainer.algorithm.distillation.top_k=8")
+    correction = "trainer.algorithm.off_policy_correction"
+    for settings in (
+        [f"{LOSS}=rollout_is", f"{correction}.tis_ratio_type=token"],
+        ["trainer.algorithm.eps_clip_low=0.1", f"{correction}.sequence_mask_metric=geometric"],
+        ["trainer.algorithm.kl_cov.ppo_kl_coef=2.0", f"{correction}.opsm_delta=0.1"],
+    ):
+        without = "does nothing without trainer.algorithm.distillation.use_rewards=true or top_k=null"
+        assert idle_settings(config_of(*top, *settings)) == [f"{setting} {without}" for setting in settings]
+        beside = idle_settings(config_of(*top, "trainer.algorithm.distillation.use_rewards=true", *settings))
+        assert without not in " ".join([*beside, *idle_settings(config_of(top[0], *settings))])
+
+
 def test_settings_of_a_local_teacher_and_of_v_trace_are_said_to_do_nothing_without_one_and_without_staleness() -> None:
     gae, at_zero = "trainer.algorithm.advantage_estimator=gae", "trainer.max_staleness_steps=0"
     served = "trainer.algorithm.distillation.teachers={t: 'http://host:8000/v1'}"
