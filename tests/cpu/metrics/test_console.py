@@ -9,6 +9,7 @@ from rich.console import Console as Output
 
 from skyrl_async.inference.fleet import Outage
 from skyrl_async.inference.pool import EnginePool
+from skyrl_async.metrics.alarms import FAILED
 from skyrl_async.metrics.console import Console
 from skyrl_async.metrics.logs import run_logging
 from skyrl_async.metrics.summary import summary_table
