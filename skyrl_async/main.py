@@ -25,7 +25,7 @@ from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.parts import Parts, make_trainer
 from skyrl_async.composition.run import started_parts
 from skyrl_async.composition.run_directory import RunConfigFile, checkpoint_to_resume, only_run_in, set_aside_records
-from skyrl_async.config.command_line import run_cli
+from skyrl_async.config.command_line import run_cli, masked
 from skyrl_async.config.load import without_secrets
 from skyrl_async.config.schema.fields import value_text
 from skyrl_async.config.schema.run import Config
@@ -95,7 +95,7 @@ def run(config: Config, overrides: list[str], *, owns_process: bool = False) -> 
             sys.stderr.write(f"error: {wrong if isinstance(error, OSError) else ''}{error}\n")
             return _REFUSED
         interruption = stack.enter_context(Interruption(config.trainer.shutdown_timeout_s))
-        logger.info("overrides: %s", " ".join(overrides))
+        logger.info("overrides: %s", " ".join(map(masked, overrides)))
         if set_aside is not None:
             logger.warning("%s", set_aside)
         if num_agents := end_agents_of(run_dir):

@@ -23,9 +23,9 @@ from pathlib import Path
 import yaml
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer, Usable, read_state
-from skyrl_async.config.help import flat
+from skyrl_async.config.help import all_keys, flat
 from skyrl_async.config.load import to_yaml
-from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.run import SECRETS, Config
 from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.tracker import read_rows
@@ -73,8 +73,8 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-_UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", "server.api_key"}
-"""Keys that say how a run is continued rather than what it is, and a secret."""
+_UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", *SECRETS}
+"""Keys that say how a run is continued rather than what it is, and secrets."""
 
 
 class RunConfigFile:
@@ -102,10 +102,11 @@ class RunConfigFile:
         except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # or no mapping
             return []
         now = dict(flat(yaml.safe_load(self._text)))
+        compared = [key for key in now | before if key in now.keys() & before.keys() or _is_of_dictionary(key)]
         return [
-            f"{key}={value} (was {before[key]})"
-            for key, value in now.items()
-            if key in before and value != before[key] and key not in _UNSAID
+            f"{key}={now.get(key)} (was {before.get(key)})"
+            for key in compared
+            if now.get(key) != before.get(key) and key not in _UNSAID
         ]
 
     def replace(self) -> None:
@@ -117,6 +118,11 @@ class RunConfigFile:
         arriving = self._path.with_name("config.yaml.new")
         write_private(arriving, self._text)
         arriving.replace(self._path)  # the file exists at every moment
+
+
+def _is_of_dictionary(key: str) -> bool:
+    """Whether ``key`` is in a dictionary of names that the user chose, where one run may have it and another not."""
+    return any(known.is_open and key.startswith(f"{name}.") for name, known in all_keys().items())
 
 
 _RECORD = ("metrics.jsonl", SAMPLES, "config.yaml", "tensorboard")

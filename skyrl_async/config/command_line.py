@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -12,12 +13,17 @@ from skyrl_async.config.from_skyrl import command_for
 from skyrl_async.config.help import all_keys, help_text
 from skyrl_async.config.load import built, compose_config, load, quoted, to_yaml
 from skyrl_async.config.schema.groups import GROUPS
-from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.run import SECRETS, Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 
 _USAGE_EXIT_CODE = 2
 _END = "--"
 """Ends the settings; an agent's command follows."""
+_SECRET = re.compile(
+    rf"\b((?:{'|'.join({key.rpartition('.')[2] for key in SECRETS})})['\"]?\s*[=:]\s*)"
+    r"(?:\"(?:\\.|[^\"\\])*\"?|'(?:\\.|[^'\\])*'?|(?:\\.|[^,}\\])*)"
+)
+"""Name of a secret, and its value: in quotes, or up to the end or the next key of a dictionary."""
 _HARNESSES = ("generator.command", "generator.entrypoint", "generator.harness")
 
 
@@ -55,6 +61,11 @@ def run_cli(task_function: Callable[[Config, list[str]], int], argv: Sequence[st
         sys.stderr.write(f"error: {error}\n")
         return _USAGE_EXIT_CODE
     return task_function(config, overrides)
+
+
+def masked(override: str) -> str:
+    """The override as it may be logged: ``api_key=***`` in place of a secret, in a dictionary too."""
+    return _SECRET.sub(r"\1***", override)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

@@ -62,6 +62,19 @@ def test_trackers_are_told_the_bound_that_follows_from_the_schedule_and_no_key()
     assert told["trainer"]["max_staleness_steps"] == 1 and "secret" not in str(told)
 
 
+def test_what_is_added_to_a_dictionary_or_left_out_of_it_is_a_change_and_no_key_of_a_teacher_is_shown(
+    tmp_path: Path,
+) -> None:
+    of_teacher = "trainer.algorithm.distillation.api_key="
+    RunConfigFile(tmp_path, config_of("engine.extra_args.a=1", f"{of_teacher}sk-one"), None)
+    resumed = config_of("trainer.algorithm.distillation.teachers.t=http://h/v1", f"{of_teacher}sk-two")
+    kept = RunConfigFile(tmp_path, resumed, 40)
+    added = "trainer.algorithm.distillation.teachers.t=http://h/v1 (was None)"
+    assert kept.changes() == [added, "engine.extra_args.a=None (was 1)"]
+    kept.replace()
+    assert (tmp_path / "config_to_step_40.yaml").exists()
+
+
 def test_no_configuration_is_kept_aside_where_nothing_changes(tmp_path: Path) -> None:
     RunConfigFile(tmp_path, config_of(), None)
     RunConfigFile(tmp_path, config_of(), 40).replace()

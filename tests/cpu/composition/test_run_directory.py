@@ -250,6 +250,20 @@ def test_what_cannot_be_set_aside_is_refused_by_name(tmp_path: Path, monkeypatch
         set_aside_records(config_in(run_dir, LATEST), run_dir, None)
 
 
+def test_the_log_shows_no_key_that_the_command_line_has(tmp_path: Path) -> None:
+    overrides = [
+        "server.api_key=sk-one",
+        "++server.api_key='sk-two, sk-three'",
+        'server={"api_key": "sk-\\"four}", port: 1}',
+        "trainer={algorithm:{distillation:{api_key:sk-five,top_k:2}},num_steps:3}",
+    ]
+    failing = ["generator.entrypoint=nowhere_to_be_found:f", "logging.tensorboard=false"]
+    assert run(config_in(tmp_path, *failing), overrides) == 1
+    log = (tmp_path / "run.log").read_text()
+    assert "sk-" not in log
+    assert 'server={"api_key": ***, port: 1}' in log and "api_key:***,top_k:2}},num_steps:3}" in log
+
+
 def test_what_is_set_aside_is_said_on_standard_error_and_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
