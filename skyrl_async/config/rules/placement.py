@@ -148,13 +148,14 @@ def _machine_rules(config: Config) -> Iterator[str]:
             f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
         )
     per_engine, per_worker = gpus_per_engine(config), gpus_per_worker(config)
-    num_workers = training.num_workers + training.num_ref_workers + training.num_logp_workers
+    num_workers = sum(size.num_actors for stage, size in stage_sizes(config).items() if stage != "generate")
     needed = engine.num_engines * per_engine + num_workers * per_worker
     if placement.groups is None and needed > 0 and needed > num_gpus():
         yield (
             f"this run needs {needed:g} GPUs ({engine.num_engines} engines x {per_engine:g} + {num_workers} "
             f"workers of training x {per_worker:g}) and this machine has {num_gpus()}; lower engine.num_engines, "
-            "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers), or share GPUs with "
+            "engine.tensor_parallel_size or training.num_workers (num_ref_workers, num_logp_workers, num_critic_workers, "
+            "num_teacher_workers), or share GPUs with "
             "placement.num_gpus_per_engine=0.5 placement.num_gpus_per_worker=0.5 and a smaller engine.gpu_memory_utilization"
         )
 

@@ -488,6 +488,10 @@ def test_a_combination_that_cannot_run_is_refused(overrides: list[str], expected
             ["placement.num_gpus_per_worker=1", "trainer.algorithm.use_kl_loss=true", "training.num_ref_workers=2"],
             "this run needs 3 GPUs .* 3 workers of training x 1",
         ),
+        (
+            ["placement.num_gpus_per_worker=1", "trainer.algorithm.advantage_estimator=gae"],
+            "this run needs 2 GPUs .* 2 workers of training x 1",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(overrides: list[str], expected: str) -> None:
