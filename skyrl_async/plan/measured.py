@@ -55,7 +55,7 @@ _NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Arrays of (M,), one entry per group that was trained."""
+    """Arrays of (M,), one entry per group that was trained, in each pass over its batch."""
 
     step: NDArray[np.int64]
     num_tokens: Floats
@@ -150,11 +150,17 @@ def measured(run_dir: Path) -> Measured:
         raise ConfigError(f"{run_dir}/metrics.jsonl must have engines/shared_cores: was it written by another version?")
     shared_cores = int(cores) or None
     speed = _speed(samples.open, spans, config, shared_cores, between_gradients)
+    calls = samples.calls(steps[0]["step"], spans, speed)
+    if not len(calls.step):
+        raise ConfigError(
+            f"{run_dir} has no reply without a validation beside it in its newest {len(steps)} steps, and a forecast needs such: let it run "
+            "on with a larger trainer.eval_interval_steps, or with 0"
+        )
     return Measured(
         config=config,
         steps=tuple(steps),
-        calls=samples.calls(steps[0]["step"], spans, speed),
-        gradients=_gradients(rows, spans, speed, steps[0]["step"]),
+        calls=calls,
+        gradients=_gradients(rows, spans, speed, steps[0]["step"], config.trainer.update_epochs_per_batch),
         groups=groups_of(rows, failed),
         unsampled_tokens=float(
             np.mean([row["num_prompt_tokens"] + row["num_response_tokens"] - row["num_sampled_tokens"] for row in rows])
@@ -267,8 +273,11 @@ def _has_failed(row: Mapping[str, Any]) -> bool:
     return row["outcome"] == Outcome.FAILED and row["reason"] != OTHERS_FAILED
 
 
-def _gradients(rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: OverTime, first_step: int) -> Gradients:
-    """Groups are trained in the order of their rows; where a step has another number of them, each gets the mean of their tokens."""
+def _gradients(
+    rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: OverTime, first_step: int, num_passes: int
+) -> Gradients:
+    """Groups are trained in the order of their rows, in each pass; where a step has another number of spans, because a resumed run did
+    it again, each gets the mean of the groups' tokens."""
     tokens: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         if row["outcome"] in ("trained", "masked"):
@@ -280,9 +289,9 @@ def _gradients(rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: 
             trained[span.args["step"]].append(span)
     found: list[tuple[int, float, float, float]] = []
     for step, of_step in trained.items():
-        of_groups = list(tokens[step].values())
+        of_groups = list(tokens[step].values()) * num_passes
         if len(of_groups) != len(of_step):
-            of_groups = [sum(of_groups) / len(of_step)] * len(of_step)
+            of_groups = [sum(of_groups) / max(1, len(of_groups))] * len(of_step)
         begin, end = (np.array([getattr(span, name) for span in of_step]) for name in ("begin", "end"))
         found += zip([step] * len(of_step), of_groups, end - begin, speed.mean(begin, end), strict=True)
     columns = np.array(found, float).reshape(-1, 4).T

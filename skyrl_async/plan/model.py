@@ -69,7 +69,7 @@ class Model:
     unsampled_tokens: float = 0.0
     """Tokens of a row's prompt, and of what its environment answered."""
     step_seconds: float = 0.0
-    """The optimizer step, and what else a step takes."""
+    """An optimizer step of a batch, and its part of what else the batch takes."""
     gather_seconds: float = 0.0
     send_seconds: float = 0.0
     stage_seconds: float = 0.0
@@ -97,6 +97,7 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         return run.shares_alone.get(name, 1.0) * mean(f"timing/{name}")
 
     groups = range(len(run.groups)) if rng is None else rng.choice(len(run.groups), len(run.groups))
+    rest = max(0.0, mean("timing/step") - sum(map(mean, _PARTS)))
     call, token, per_request, prefill, update = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
@@ -110,8 +111,8 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         gradient_seconds=gradient,
         shared_cores=run.shared_cores,
         unsampled_tokens=run.unsampled_tokens,
-        step_seconds=alone("optimizer_step")
-        + run.shares_alone.get("optimizer_step", 1.0) * max(0.0, mean("timing/step") - sum(map(mean, _PARTS))),
+        step_seconds=(alone("optimizer_step") + run.shares_alone.get("optimizer_step", 1.0) * rest)
+        / run.config.trainer.steps_per_batch,
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
         stage_seconds=run.shares_alone.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
@@ -124,8 +125,9 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
 
 
 def _rows_of(steps: NDArray[np.int64], drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Indices of the entries of each drawn step."""
-    return np.concatenate([np.flatnonzero(steps == number) for number in drawn])
+    """Indices of the entries of each drawn step; of all steps where those have none."""
+    found = np.concatenate([np.flatnonzero(steps == number) for number in drawn])
+    return found if len(found) else np.arange(len(steps))
 
 
 def _engine(run: Measured, drawn: NDArray[np.int64]) -> Floats:

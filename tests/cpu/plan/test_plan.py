@@ -119,6 +119,26 @@ def test_what_the_trainer_and_a_publish_take_is_found(run: Measured) -> None:
     assert found.pause_seconds == pytest.approx(PLANTED.load_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"update_epochs_per_batch": 2, "max_staleness_steps": 5},
+        {"train_batch_size": 16, "max_staleness_steps": 5, "num_workers": 48},
+    ],
+    ids=["two passes", "two mini-batches"],
+)
+def test_what_groups_and_optimizer_steps_take_is_found_where_a_batch_has_two_steps(
+    tmp_path: Path, batch: dict[str, int]
+) -> None:
+    planted = replace(PLANTED, num_steps=52, **batch)
+    recorded(planted, tmp_path)
+    found = measured(tmp_path)
+    model, tokens = fit(found), float(found.gradients.num_tokens.mean())
+    assert model.group_seconds + tokens * model.gradient_seconds == pytest.approx(0.01 + tokens * 2e-4, rel=0.05)
+    assert model.step_seconds == pytest.approx(PLANTED.step_seconds, rel=0.05)
+    assert abs(error_of_its_model(found)) < 0.1
+
+
 def test_an_update_of_idle_engines_takes_what_the_first_one_took(tmp_path: Path) -> None:
     slow = replace(PLANTED, tokens_per_second=100.0, idle_stage_seconds=0.004, idle_load_seconds=0.002)
     recorded(slow, tmp_path)
@@ -435,6 +455,26 @@ def test_a_damaged_file_of_a_run_is_named(run_dir: Path, tmp_path: Path, capsys:
     part.write_bytes(part.read_bytes()[:100])
     assert main([str(tmp_path / "run")]) == 2
     assert part.name in capsys.readouterr().err
+
+
+def test_a_run_that_is_always_validating_is_refused_and_one_of_few_replies_beside_none_is_planned(
+    run_dir: Path, tmp_path: Path, run: Measured
+) -> None:
+    first = run.calls.step == run.steps[0]["step"]
+    few = replace(run.calls, **{one.name: getattr(run.calls, one.name)[first] for one in fields(run.calls)})
+    for seed in range(5):
+        assert fit(replace(run, calls=few, steps=run.steps[:2]), np.random.default_rng(seed)).token_seconds >= 0
+    shutil.copytree(run_dir, tmp_path / "run")
+    row = {"pid": 1, "tid": 9999}
+    validating = [
+        {"ph": "M", "name": "thread_name", **row, "args": {"name": "evaluation", "track": "evaluation", "lane": 1}},
+        {"ph": "X", "name": "evaluation", **row, "ts": 0, "dur": 10**12, "args": {}},
+    ]
+    for part in (tmp_path / "run" / "trace").glob("*.json"):
+        first_line, *others = part.read_text().splitlines()
+        part.write_text("\n".join([first_line, *(f"{json.dumps(event)}," for event in validating), *others]) + "\n")
+    with pytest.raises(ConfigError, match="no reply without a validation beside it .* trainer.eval_interval_steps"):
+        measured(tmp_path / "run")
 
 
 def error_of_its_model(run: Measured) -> float:
