@@ -197,6 +197,8 @@ def _directory_rules(config: Config) -> Iterator[str]:
         "generator.working_dir": config.generator.working_dir,
     }
     for key, value in directories.items():
+        if value == "":
+            yield f"{key} must name a directory, got '': is a variable of the shell empty?"
         path = Path(os.path.expanduser(value or ".")).absolute()
         blocker = next((p for p in (path, *path.parents) if os.path.exists(p)), path)
         if not blocker.is_dir():
@@ -220,23 +222,26 @@ def file_rules(config: Config) -> Iterator[str]:
 
 
 def server_rules(config: Config) -> Iterator[str]:
-    """The endpoint's ports are free."""
+    """The endpoint's host is of this machine, and its ports are free."""
     host, first, num_ports = config.server.host, config.server.port, config.server.num_front_ends
-    if not config.serves_endpoint or first == 0:
+    if not config.serves_endpoint:
         return
     if first + num_ports - 1 > MAX_PORT:
         yield (
             f"server.port must be <= {MAX_PORT + 1 - num_ports} with {num_ports} front ends, each on a port of its own, "
             f"got {first}"
         )
-    for port in range(first, first + num_ports):
+    for port in range(first, first + num_ports) if first else (0,):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError as error:
                 why = error.strerror or error
-                yield f"server.port={port} cannot be bound on server.host={host}: {why}; choose another, or 0 for a free one"
+                if port == 0:
+                    yield f"server.host must be a name or address of this machine, got {host!r}: {why}"
+                else:
+                    yield f"server.port={port} cannot be bound on server.host={host}: {why}; choose another, or 0 for a free one"
 
 
 _RULES = (

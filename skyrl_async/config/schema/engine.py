@@ -27,7 +27,7 @@ class EngineConfig:
     """Requests running at once in an engine. Default: vLLM's for most GPUs; SkyRL takes 1024."""
     gpu_memory_utilization: float = bounded(0.85, gt=0, le=1)
     """Share of a GPU's memory an engine takes."""
-    cpu_kv_cache_gb: int = 1
+    cpu_kv_cache_gb: int = bounded(1, ge=1)
     """KV cache on CPU, GiB; engines of small models take only what they can use."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs; null: on CPUs only."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 from skyrl_async.config.schema.fields import bounded, require
@@ -15,7 +16,7 @@ AgentAnswer = StrEnum("AgentAnswer", ["last_message", "stdout"])
 class SamplingConfig:
     max_tokens: int = bounded(1024, ge=1)
     """Most new tokens per generation call. Default: SkyRL's and verl's for GSM8K."""
-    temperature: float = bounded(1.0, ge=0)
+    temperature: float = bounded(1.0, ge=0, lt=inf)
     """Softmax temperature, > 0; that of held-out prompts may be 0, which is greedy."""
     top_p: float = bounded(1.0, gt=0, le=1)
     """Nucleus mass, in (0, 1]."""

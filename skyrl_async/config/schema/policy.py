@@ -11,13 +11,13 @@ from skyrl_async.config.schema.fields import DType, bounded, require
 class WarmStartConfig:
     enabled: bool = False
     """Teach the tiny policy the task's format by supervised learning first (cached under cache_dir)."""
-    target_accuracy: float = 0.95
+    target_accuracy: float = bounded(0.95, ge=0, le=1)
     """Greedy accuracy on clean worked answers at which the first phase ends."""
-    min_tokens: int = 60_000
+    min_tokens: int = bounded(60_000, ge=0)
     """Least tokens of the first phase: at its first success a policy still slips."""
-    max_tokens: int = 400_000
+    max_tokens: int = bounded(400_000, ge=0)
     """Most tokens of the first phase."""
-    mixture_tokens: int = 40_000
+    mixture_tokens: int = bounded(40_000, ge=0)
     """Tokens of the second phase: terse guesses mixed with worked answers, so that reinforcement has something to learn."""
     batch_tokens: int = bounded(320, ge=1)
     """Tokens of an optimizer step of both phases; more for conversations of hundreds of tokens, a few of which should fit."""

@@ -91,13 +91,13 @@ class PlacementConfig:
     """Least seconds that engines with requests keep devices which they share (placement.groups) once others wait: bounds how often devices
     change hands, and how long training waits.
     """
-    num_cpus_per_engine: float = 0.0
+    num_cpus_per_engine: float = bounded(0.0, ge=0)
     """CPU slots Ray reserves per engine."""
-    num_gpus_per_engine: float | None = None
+    num_gpus_per_engine: float | None = bounded(None, ge=0)
     """GPUs per engine; null: engine.tensor_parallel_size on cuda, else 0."""
-    num_cpus_per_worker: float = 0.0
+    num_cpus_per_worker: float = bounded(0.0, ge=0)
     """CPU slots Ray reserves per policy worker."""
-    num_gpus_per_worker: float | None = None
+    num_gpus_per_worker: float | None = bounded(None, ge=0)
     """GPUs per policy worker; null: 1 on cuda, else 0."""
 
 

@@ -24,11 +24,11 @@ class ServerConfig:
     """Bearer key; null makes one and writes it to the run directory (mode 600)."""
     model_name: str = "policy"
     """Name in /v1/models and in replies."""
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = bounded(16 * 2**20, ge=1)
     """Larger requests get 413."""
     request_timeout_s: float = bounded(60.0, gt=0)
     """Seconds a client has for sending the header of a request, and again for its body; then it gets 408."""
-    keep_alive_timeout_s: int = 75
+    keep_alive_timeout_s: int = bounded(75, ge=0)
     """Seconds that idle connections stay open; clients break below 75."""
     shutdown_timeout_s: int = bounded(30, ge=0)
     """What open requests and streams get to finish when the endpoint stops, seconds."""

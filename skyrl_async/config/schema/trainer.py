@@ -173,7 +173,7 @@ class TrainerConfig:
     is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; policy workers on CUDA
     take deterministic kernels for that, which has not been run.
     """
-    seed: int = 0
+    seed: int = bounded(0, ge=0, lt=2**63)
     """Seed of everything that is drawn: shuffling, the warm start, sampling where the engine allows."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages and loss."""
@@ -222,7 +222,7 @@ class TrainerConfig:
     """Write the final policy as a Hugging Face directory."""
     logprob_probe_interval_steps: int = bounded(20, ge=0)
     """Steps between comparisons of the engine's log-probs with the trainer's, beside the one after the first publish; 0: only that one."""
-    max_engine_logprob_gap: float = 0.3
+    max_engine_logprob_gap: float = bounded(0.3, gt=0)
     """Largest difference in nats per token between engine and trainer before the run stops. float32 agrees to 1e-4, bfloat16 to 0.2; stale
     weights are off by more than 0.8.
     """

@@ -334,6 +334,8 @@ def test_any_text_survives_the_way_through_a_config_file(
         ("trainer: [", "is no yaml"),
         ("\udcff", "is no yaml: 'utf-8' codec"),
         ("- 1\n", "must hold a mapping of sections, got list"),
+        ("abc\n", "must hold a mapping of sections, got str"),
+        ("", "must hold a mapping of sections, got nothing"),
     ],
 )
 def test_a_wrong_config_file_is_refused_by_name(
@@ -465,6 +467,19 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["weight_sync.transfer=mpi"], "weight_sync.transfer must be auto or shm or gloo or nccl or ipc, got 'mpi'"),
         (["weight_sync.transfer_timeout_s=0"], "weight_sync.transfer_timeout_s must be > 0, got 0"),
+        (["trainer.max_engine_logprob_gap=nan"], "trainer.max_engine_logprob_gap must be > 0, got nan"),
+        (["trainer.seed=99999999999999999999999"], r"trainer.seed must be in \[0, 9.22337e\+18\), got 9999"),
+        (["generator.sampling.temperature=inf"], r"generator.sampling.temperature must be in \[0, inf\), got inf"),
+        (["engine.cpu_kv_cache_gb=0"], "engine.cpu_kv_cache_gb must be >= 1, got 0"),
+        (["server.max_body_bytes=0"], "server.max_body_bytes must be >= 1, got 0"),
+        (["server.keep_alive_timeout_s=-1"], "server.keep_alive_timeout_s must be >= 0, got -1"),
+        (["placement.num_gpus_per_engine=-1"], "placement.num_gpus_per_engine must be >= 0 or null, got -1"),
+        (["placement.num_cpus_per_worker=nan"], "placement.num_cpus_per_worker must be >= 0, got nan"),
+        (["policy.warm_start.target_accuracy=95"], r"policy.warm_start.target_accuracy must be in \[0, 1\], got 95"),
+        (["policy.warm_start.max_tokens=-1"], "policy.warm_start.max_tokens must be >= 0, got -1"),
+        (["policy.warm_start.mixture_tokens=-1"], "policy.warm_start.mixture_tokens must be >= 0, got -1"),
+        (["trainer.output_dir="], "trainer.output_dir must name a directory, got '': is a variable of the shell empty"),
+        (["cache_dir="], "cache_dir must name a directory, got ''"),
         (["server.host=0.0.0.0"], "server.api_key must be set when server.host=0.0.0.0 is not loopback, got None"),
     ],
 )
@@ -605,6 +620,11 @@ def test_a_port_in_use_is_refused_only_when_it_would_be_bound() -> None:
         from_overrides(f"server.port={port}")
         from_overrides(f"server.port={port}", "generator.kind=gym_http", "generator.entrypoint=own:generator")
     from_overrides(f"server.port={port}", "server.enabled=true")
+
+
+def test_a_host_that_is_none_of_this_machine_is_refused_where_any_port_will_do() -> None:
+    with pytest.raises(ConfigError, match=r"server.host must be a name or address of this machine, got '203.0.113.1'"):
+        config_of("server.host=203.0.113.1", "server.api_key=key", "server.enabled=true")
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
