@@ -24,7 +24,8 @@ from skyrl_async.config.schema.algorithm import (
     SequenceMaskMetric,
     TisRatioType,
 )
-from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.rules.placement import sharing_stages
+from skyrl_async.config.schema.engine import Autoscale, EngineBackend
 from skyrl_async.config.schema.fields import Device, DType, value_text
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.groups import GROUPS
@@ -171,15 +172,21 @@ def _of_policy(config: Config) -> tuple[_Needs, ...]:
         ("task", made, not is_dataset, "a task that makes its prompts"),
         ("trainer", ("eval_interval_steps",), evaluates, "evaluation.num_prompts_while_training >= 1"),
         ("task.reasoning_gym", (), task.name == REASONING_GYM_TASK, "task=reasoning_gym"),
+        ("task.harbor", (), task.name == HARBOR_TASK, "task=harbor"),
+        ("generator.harbor", (), task.name == HARBOR_TASK, "task=harbor"),
     )
 
 
 def _of_processes(config: Config) -> tuple[_Needs, ...]:
     is_vllm, is_agent = config.engine.backend is EngineBackend.vllm, config.generator.kind is GeneratorKind.agent
     vllm = ("gpu_memory_utilization", "cpu_kv_cache_gb", "enforce_eager", "enable_prefix_caching", "extra_args")
+    autoscale = ("min_engines", "max_engines", "autoscale_interval_s")
+    shares = any("generate" in stages for stages in sharing_stages(config))
     logging, gym = config.logging, "generator=gym or gym_http; see server.session_max_tokens"
     return (
         ("engine", vllm, is_vllm, "engine=vllm"),
+        ("engine", autoscale, config.engine.autoscale is not Autoscale.none, "engine.autoscale=plan"),
+        ("placement", ("min_generation_slice_s",), shares, "placement.groups with generate beside other stages"),
         ("generator", ("agent_timeout_s",), is_agent, "generator=agent"),
         ("generator", ("max_trajectory_tokens",), not is_agent, gym),
         ("server", (), config.serves_endpoint, "server.enabled=true"),

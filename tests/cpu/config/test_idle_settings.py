@@ -6,6 +6,13 @@ from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import idle_settings
 from tests.cpu.quick_config import config_of
 
+HARBOR = [
+    "task.name=harbor",
+    "task.harbor.path=tasks",
+    "generator.kind=agent",
+    "generator.harness=terminus-2",
+    "policy.path=DIR",
+]
 LOSS = "trainer.algorithm.policy_loss_type"
 
 
@@ -37,6 +44,11 @@ LOSS = "trainer.algorithm.policy_loss_type"
         ("engine.extra_args={swap_space: 1}", ["engine.backend=vllm"]),
         ("generator.agent_timeout_s=20.0", ["generator.kind=agent", "generator.command=true"]),
         ("server.model_name=other", ["server.enabled=true"]),
+        ("engine.max_engines=4", ["engine.autoscale=plan"]),
+        ("engine.autoscale_interval_s=9.0", ["engine.autoscale=plan"]),
+        ("placement.min_generation_slice_s=9.0", ["placement.groups=[[policy,generate]]", "placement.devices=[1]"]),
+        ("task.harbor.path=tasks", HARBOR),
+        ("generator.harbor.environment=docker", HARBOR),
         ("task.num_eval_prompts=4", ["task.name=relay"]),
         ("trainer.critic.optimizer_config.lr=1e-5", ["trainer.algorithm.advantage_estimator=gae"]),
         ("training.num_teacher_workers=2", ["trainer.algorithm.distillation.teachers={t: /x}"]),
