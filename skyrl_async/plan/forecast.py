@@ -66,6 +66,7 @@ class Forecast:
     """What the loop does in virtual time: means over replicates, each of which draws the measured steps and groups anew."""
 
     step_seconds: float
+    """Per optimizer step, of which a batch may have several."""
     spread_seconds: float
     """Two standard deviations of the replicates, and what the model of the run itself is off by."""
     low_seconds: float
@@ -89,7 +90,7 @@ class Accuracy:
     """How well the model reproduces the run itself."""
 
     measured_seconds: float
-    """Mean seconds per step, the first steps left out."""
+    """Mean seconds per optimizer step, the first steps left out."""
     forecast: Forecast
 
     @property
@@ -112,7 +113,9 @@ class Planner:
         self._num_processes = num_processes
         self.accuracy: Accuracy | None = None
         """None for a described cluster."""
-        self._measured = source.mean("timing/step") if isinstance(source, Measured) else None
+        self._measured = None
+        if isinstance(source, Measured):
+            self._measured = source.mean("timing/step") / source.config.trainer.steps_per_batch
 
     @property
     def config(self) -> Config:
@@ -234,8 +237,9 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
     last = min(step for step in logged if step >= num_left_out + num_measured)  # not what the end has cut short
     steps = [values for step, values in logged.items() if num_left_out < step <= last]
     seconds = sum(values["timing/step"] for values in steps)
+    num_mini_batches = (settings.train_batch_size or settings.mini_batch_size) // settings.mini_batch_size
     return _Simulated(
-        step_seconds=seconds / len(steps),
+        step_seconds=seconds / (len(steps) * num_mini_batches * settings.update_epochs_per_batch),
         trainer_idle_frac=sum(values.get(name, 0.0) for values in steps for name in _WAITS) / seconds,
         publish_wait_frac=sum(values.get(_PUBLISH_WAIT, 0.0) for values in steps) / seconds,
         engines_idle_frac=engines_idle_frac,
