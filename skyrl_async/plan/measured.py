@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
+from skyrl_async.config.help import flat
 from skyrl_async.config.load import built, changed, compose_config
 from skyrl_async.config.rules.placement import on_policy_workers
 from skyrl_async.config.schema.run import Config
@@ -42,6 +44,8 @@ _MOST_STEPS = 50
 """Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
 """Most samples of the steps that are read, but for ``MIN_STEPS``; fewer large steps are read than small ones."""
+_COSTS_NO_TIME = ("trainer.num_steps", "trainer.num_epochs", "trainer.resume_", "trainer.output_dir", "cache_dir", "logging.")
+"""Begins of keys that a run may be resumed with another value of, and take as long."""
 _OUTCOMES = ("trained", "filtered", "masked", "abandoned", "failed")
 _COLUMNS = (
     *("outcome", "reason", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
@@ -117,12 +121,14 @@ def measured(run_dir: Path) -> Measured:
         config = built(compose_config([], config_file))
     except ConfigError as error:
         raise ConfigError(f"{config_file} is not of this version: {error}") from error
-    steps = _steps(run_dir / "metrics.jsonl")
+    resumed_at = _resumed_with_other_settings(run_dir)
+    steps = [step for step in _steps(run_dir / "metrics.jsonl") if step["step"] > resumed_at]
     num_engines = int(steps[-1].get("engines/serving", 0) if steps else 0) or config.engine.num_engines
     newest = list(itertools.takewhile(lambda s: s.get("engines/serving", num_engines) == num_engines, reversed(steps)))
     least = MIN_STEPS + WARM_UP_STEPS
     if len(newest) < least:
-        since = "" if len(newest) == len(steps) else f" since it has {num_engines} engines"
+        since = f" since it was resumed with other settings after step {resumed_at}" if resumed_at else ""
+        since = since if len(newest) == len(steps) else f" since it has {num_engines} engines"
         raise ConfigError(
             f"{run_dir} has {len(newest)} steps{since}, and a forecast needs {least}, the first {WARM_UP_STEPS} of which are left "
             "out: let it run on, or resume it with a larger trainer.num_steps"
@@ -234,6 +240,17 @@ def _stage_of(span: Span) -> str | None:
 def _idle_update(spans: Sequence[Span]) -> dict[str, float]:
     began = min(span.begin for span in spans if span.track == "generation")
     return {s.name: s.end - s.begin for s in spans if s.name in ("stage", "pause") and s.begin < began}
+
+
+def _resumed_with_other_settings(run_dir: Path) -> int:
+    """The newest step up to which the run had another configuration, 0 if it never had; see ``composition.run_directory``."""
+    now = dict(flat(yaml.safe_load((run_dir / "config.yaml").read_text())))
+    steps = [0]
+    for path in run_dir.glob("config_to_step_*.yaml"):
+        before = dict(flat(yaml.safe_load(path.read_text())))
+        if any(now.get(key) != before.get(key) and not key.startswith(_COSTS_NO_TIME) for key in now | before):
+            steps.append(int(path.stem.rpartition("_")[2]))
+    return max(steps)
 
 
 def _steps(path: Path) -> list[Step]:

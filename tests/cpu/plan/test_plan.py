@@ -655,6 +655,20 @@ def test_a_run_of_another_version_is_refused(run_dir: Path, tmp_path: Path) -> N
         measured(tmp_path)
 
 
+def test_of_a_run_that_was_resumed_with_other_settings_the_steps_since_then_are_read(
+    run_dir: Path, run: Measured, tmp_path: Path
+) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    before = changed(run.config, {"trainer.num_steps": 13, "logging.trace_max_gb": 2.0})
+    (tmp_path / "config_to_step_13.yaml").write_text(to_yaml(before))
+    assert measured(tmp_path).steps == run.steps, "no other setting was changed"
+    (tmp_path / "config_to_step_13.yaml").write_text(to_yaml(changed(before, {"training.num_workers": 2})))
+    assert [measured(tmp_path).steps[i]["step"] for i in (0, -1)] == [16, 24]
+    (tmp_path / "config_to_step_13.yaml").rename(tmp_path / "config_to_step_20.yaml")
+    with pytest.raises(ConfigError, match="has 6 steps since it was resumed with other settings after step 20, and"):
+        measured(tmp_path)
+
+
 def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl"):
         text = (run_dir / name).read_text()
