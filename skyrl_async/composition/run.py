@@ -4,7 +4,6 @@ task, policy files ──> Ray ──> engines, policy workers, endpoint ──>
 """
 
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from skyrl_async.composition.publishing import check_shared_memory, make_publish
 from skyrl_async.composition.ray_cluster import reserve_devices, start_ray
 from skyrl_async.composition.teachers import check_teachers, served_teachers
 from skyrl_async.config.rules.algorithm import needs_critic
-from skyrl_async.config.rules.devices import engine_device
+from skyrl_async.config.rules.devices import engine_device, num_cores
 from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config
@@ -118,7 +117,7 @@ async def started_parts(
             publisher=publisher,
             endpoint_url=endpoint.base_url if endpoint else None,
             fleet=fleet,
-            shared_cores=(os.cpu_count() or 1) if engine_device(config.engine) is Device.cpu else 0,
+            shared_cores=_shared_cores(config),
         )
         await stack.enter_async_context(controlled(run_dir, fleet, parts.engines))
         await stack.enter_async_context(autoscaled(run_dir, fleet, config.engine))
@@ -164,6 +163,11 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
         renderer = load_renderer(initial, config.policy.trust_remote_code)
         prompts = fitting_prompts(prompts, renderer, known_context(config, initial), say)
     return _Plan(prompts=prompts, files=files, initial=initial, renderer=renderer)
+
+
+def _shared_cores(config: Config) -> int:
+    """Cores that engines and trainer share, 0 where engines have devices."""
+    return num_cores() if engine_device(config.engine) is Device.cpu else 0
 
 
 def _time_sharing(

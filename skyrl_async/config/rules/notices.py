@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, sequence_settings
 from skyrl_async.config.rules.devices import engine_device, has_fast_bfloat16, training_device
+from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.algorithm import (
     ESTIMATORS_THAT_READ,
     LOSSES_THAT_READ,
@@ -24,7 +25,6 @@ from skyrl_async.config.schema.algorithm import (
     SequenceMaskMetric,
     TisRatioType,
 )
-from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.engine import Autoscale, EngineBackend
 from skyrl_async.config.schema.fields import Device, DType, value_text
 from skyrl_async.config.schema.generator import GeneratorKind

@@ -4,13 +4,12 @@ Knows neither Ray nor what a stage does.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
-from skyrl_async.config.rules.devices import engine_device, has_distribution, num_gpus, training_device
+from skyrl_async.config.rules.devices import engine_device, has_distribution, num_cores, num_gpus, training_device
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config, PlacementConfig, WeightTransfer
@@ -108,7 +107,7 @@ def num_cpu_slots(placement: PlacementConfig) -> int | None:
     """CPU slots of a Ray of the run's own; None: whatever Ray finds."""
     if placement.num_cpu_slots is not None or placement.groups is None:
         return placement.num_cpu_slots
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 def gpus_per_engine(config: Config) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from skyrl_async.composition.logprobs import (
     training_settings,
 )
 from skyrl_async.composition.processes import Processes
+from skyrl_async.composition.run import _shared_cores
 from skyrl_async.composition.run_directory import write_private
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import EngineConfig
@@ -44,6 +46,14 @@ from tests.cpu.quick_config import config_of
 from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy, write_tokenizer
 
 GAE = "trainer.algorithm.advantage_estimator=gae"
+
+
+def test_engines_and_trainer_share_the_cores_that_the_run_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert _shared_cores(config_of("engine.device=cpu")) == 2
+    elsewhere = ["engine.device=cuda", "training.device=cuda", "placement.ray_address=auto"]
+    assert _shared_cores(config_of(*elsewhere)) == 0
 
 
 def test_engines_with_room_for_more_than_two_mini_batches_get_more_up_to_the_bound() -> None:
