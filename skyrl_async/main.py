@@ -25,7 +25,7 @@ from skyrl_async.composition.closing import ClosingStack, leave_process
 from skyrl_async.composition.parts import Parts, make_trainer
 from skyrl_async.composition.run import started_parts
 from skyrl_async.composition.run_directory import RunConfigFile, checkpoint_to_resume, only_run_in, set_aside_records
-from skyrl_async.config.command_line import run_cli, masked
+from skyrl_async.config.command_line import masked, run_cli
 from skyrl_async.config.load import without_secrets
 from skyrl_async.config.schema.fields import value_text
 from skyrl_async.config.schema.run import Config

@@ -15,7 +15,6 @@ Exit codes: 0 done, 2 there is no such run, or what is asked cannot be.
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from skyrl_async.config.rules.all import mistakes_anywhere
+from skyrl_async.config.rules.devices import num_cores
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.trainer import StalenessPolicy
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
@@ -35,7 +35,7 @@ from skyrl_async.plan.forecast import Planner, WhatIf, config_of, prepare_proces
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.memory import check_devices
 from skyrl_async.plan.model import Model
-from skyrl_async.plan.report import Row, best_split, devices_of, name_of, row_of, sentences, table
+from skyrl_async.plan.report import Row, best_splits, devices_of, name_of, row_of, sentences, table
 
 _KEYS = {
     "engines": ("engine.num_engines", int),
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpu-hour", type=float, metavar="DOLLARS", help="price of a device for an hour")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the table")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="simulations at a time")
+    parser.add_argument("--processes", type=int, default=num_cores(), help="simulations at a time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
@@ -135,9 +135,9 @@ def _lines(
         ]
         lines += [*(f"  {note}" for note in notes), ""]
     lines += [table(asked), "", *sentences(asked, planner.config, planner.groups)]
-    if splits:
-        shown = f", the fastest {_MOST_SPLITS} of {len(splits)}" if len(splits) > _MOST_SPLITS else ""
-        lines += ["", f"{best_split(splits, asked[0])}{shown}", table(splits[:_MOST_SPLITS])]
+    for best, rows in best_splits(splits, asked):
+        shown = f", the fastest {_MOST_SPLITS} of {len(rows)}" if len(rows) > _MOST_SPLITS else ""
+        lines += ["", f"{best}{shown}", table(rows[:_MOST_SPLITS])]
     if any(
         key in row.what_if.keys
         for row in (*asked, *splits)
@@ -160,7 +160,7 @@ def _as_json(planner: Planner, asked: Sequence[Row], splits: Sequence[Row], note
         "findings": list(notes),
         "rows": [row.to_json() for row in asked],
         "splits": [row.to_json() for row in splits],
-        "best_split": best_split(splits, asked[0]) if splits else None,
+        "best_split": "\n".join(best for best, _ in best_splits(splits, asked)) or None,
         "sentences": sentences(asked, planner.config, planner.groups),
     }
 

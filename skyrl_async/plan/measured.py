@@ -44,7 +44,14 @@ _MOST_STEPS = 50
 """Newest steps that are read, after those of the warm-up."""
 _MAX_ROWS = 20_000
 """Most samples of the steps that are read, but for ``MIN_STEPS``; fewer large steps are read than small ones."""
-_COSTS_NO_TIME = ("trainer.num_steps", "trainer.num_epochs", "trainer.resume_", "trainer.output_dir", "cache_dir", "logging.")
+_COSTS_NO_TIME = (
+    "trainer.num_steps",
+    "trainer.num_epochs",
+    "trainer.resume_",
+    "trainer.output_dir",
+    "cache_dir",
+    "logging.",
+)
 """Begins of keys that a run may be resumed with another value of, and take as long."""
 _OUTCOMES = ("trained", "filtered", "masked", "abandoned", "failed")
 _COLUMNS = (
@@ -159,8 +166,8 @@ def measured(run_dir: Path) -> Measured:
     calls = samples.calls(steps[0]["step"], spans, speed)
     if not len(calls.step):
         raise ConfigError(
-            f"{run_dir} has no reply without a validation beside it in its newest {len(steps)} steps, and a forecast needs such: let it run "
-            "on with a larger trainer.eval_interval_steps, or with 0"
+            f"{run_dir} has no reply without a validation beside it in its newest {len(steps)} steps, and a forecast needs such: "
+            "let it run on with a larger trainer.eval_interval_steps, or with 0"
         )
     return Measured(
         config=config,

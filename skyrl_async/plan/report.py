@@ -141,7 +141,16 @@ def sentences(rows: Sequence[Row], config: Config, groups: Sequence[KnownGroup] 
     return found
 
 
-def best_split(splits: Sequence[Row], as_it_is: Row) -> str:
+def best_splits(splits: Sequence[Row], asked: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """What to say of the splits with each factor of the lengths, and these. Tokens of other lengths are other work."""
+    found: dict[float, list[Row]] = {}
+    for row in splits:
+        found.setdefault(row.what_if.lengths, []).append(row)
+    as_it_is = {row.what_if.lengths: row for row in asked if not row.what_if.keys}
+    return [(_best_split(rows, as_it_is.get(factor)), rows) for factor, rows in sorted(found.items())]
+
+
+def _best_split(splits: Sequence[Row], as_it_is: Row | None) -> str:
     """Which of them, sorted by tokens per second, is the fastest, which nearly as fast on fewer devices, and how ``as_it_is`` compares."""
     best = splits[0]
 
@@ -152,7 +161,11 @@ def best_split(splits: Sequence[Row], as_it_is: Row) -> str:
     found = [f"most tokens per second: {name_of(best.what_if)}, on {best.num_devices} devices"]
     if fewest.num_devices < best.num_devices:
         found.append(f"{name_of(fewest.what_if)} has {share(fewest):.0%} of them on {fewest.num_devices}")
-    return "; ".join([*found, f"as it is, the run has {share(as_it_is):.0%} of them on {as_it_is.num_devices}"])
+    if as_it_is is not None:
+        found.append(
+            f"{name_of(as_it_is.what_if)}, the run has {share(as_it_is):.0%} of them on {as_it_is.num_devices}"
+        )
+    return "; ".join(found)
 
 
 def _what_binds(found: Forecast, config: Config, groups: Sequence[KnownGroup]) -> str:

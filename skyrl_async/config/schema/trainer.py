@@ -13,7 +13,7 @@ Schedule = StrEnum("Schedule", ["sync", "one_step_off", "fully_async"])
 
 
 BOUND_NAMES = ("max_staleness_steps", "generate_ahead_steps", "fully_async.max_staleness_steps")
-_WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
+WORKERS_NAMES = ("num_parallel_generation_workers", "fully_async.num_parallel_generation_workers")
 _SCHEDULE_BOUNDS = {Schedule.sync: 0, Schedule.one_step_off: 1}
 _DEFAULT_BOUND = 4
 _WINDOW_SHARE = 0.3
@@ -246,7 +246,7 @@ class TrainerConfig:
         if self.resume_mode is ResumeMode.from_path:
             expected = "a checkpoint directory when trainer.resume_mode=from_path"
             require(self.resume_path is not None, "trainer.resume_path", expected, self.resume_path)
-        key, workers = self._asked(*_WORKERS_NAMES)
+        key, workers = self._asked(*WORKERS_NAMES)
         least, most = self.batch_size, self.most_open_groups
         expected = (
             f"between policy_mini_batch_size ({least}) and policy_mini_batch_size * (max_staleness_steps + 1) ({most})"
@@ -358,5 +358,5 @@ class TrainerConfig:
 
     def max_concurrent_generation_groups(self, num_places: int) -> int:
         """Groups in flight at once, on engines that run ``num_places`` groups at once."""
-        _, asked = self._asked(*_WORKERS_NAMES)
+        _, asked = self._asked(*WORKERS_NAMES)
         return asked or min(self.most_open_groups, max(2 * self.batch_size, num_places))

@@ -32,7 +32,7 @@ from skyrl_async.plan.forecast import Accuracy, Forecast, Planner, WhatIf, _simu
 from skyrl_async.plan.measured import Measured, measured
 from skyrl_async.plan.memory import check_devices
 from skyrl_async.plan.model import fit, non_negative_least_squares, settings_of
-from skyrl_async.plan.report import Row, best_split, devices_of, row_of, sentences
+from skyrl_async.plan.report import Row, best_splits, devices_of, row_of, sentences
 from skyrl_async.record.files import read_samples
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import KnownGroup, ModelledPolicy
@@ -625,17 +625,25 @@ def test_what_a_change_gains_is_said_in_tokens(key: str, values: tuple[Any, Any]
     assert sentences(rows, from_overrides())[1].startswith(said)
 
 
-def test_of_splits_that_are_about_as_fast_the_one_with_the_fewest_devices_is_named() -> None:
+def test_of_splits_that_are_about_as_fast_the_one_with_the_fewest_devices_is_named_for_each_length() -> None:
     nothing = Forecast(**dict.fromkeys((one.name for one in fields(Forecast)), 1.0))
 
-    def row(tokens_per_second: float, num_devices: int) -> Row:
-        what_if = WhatIf(keys={"engine.num_engines": num_devices})
+    def row(tokens_per_second: float, num_devices: int, lengths: float = 1.0, *, is_split: bool = True) -> Row:
+        what_if = WhatIf(keys={"engine.num_engines": num_devices} if is_split else {}, lengths=lengths)
         forecast = replace(nothing, tokens_per_second=tokens_per_second)
         return Row(what_if=what_if, forecast=forecast, num_devices=num_devices, dollars=None)
 
-    splits = [row(100.0, 64), row(97.0, 52), row(96.0, 48), row(60.0, 32)]
-    assert best_split(splits, row(98.0, 64)) == (
-        "most tokens per second: engines 64, on 64 devices; engines 48 has 96% of them on 48; as it is, the run has 98% of them on 64"
+    splits = [row(200.0, 8, 2.0), row(100.0, 64), row(97.0, 52), row(96.0, 48), row(60.0, 32)]
+    assert best_splits(splits, [row(98.0, 64, is_split=False)]) == [
+        (
+            "most tokens per second: engines 64, on 64 devices; engines 48 has 96% of them on 48; as it is, the run has 98% of them on 64",
+            splits[1:],
+        ),
+        ("most tokens per second: engines 8, lengths x2, on 8 devices", splits[:1]),
+    ]
+    assert (
+        "; lengths x2, the run has 90% of them on 64"
+        in best_splits(splits, [row(180.0, 64, 2.0, is_split=False)])[1][0]
     )
 
 
@@ -738,6 +746,12 @@ def test_a_run_with_generation_workers_of_its_own_can_be_asked_about_another_min
     ):
         check(fixed, WhatIf(keys=mini_batch))
     check(fixed, WhatIf(keys={**mini_batch, "trainer.num_parallel_generation_workers": 32}))
+    own, by_skyrls_name = (
+        "trainer.num_parallel_generation_workers",
+        "trainer.fully_async.num_parallel_generation_workers",
+    )
+    named = replace(run, config=changed(run.config, {own: None, by_skyrls_name: 8}))
+    check(named, WhatIf(keys={own: 16}))
 
 
 def test_an_engine_runs_no_more_requests_than_its_kv_cache_holds(tmp_path: Path) -> None:
