@@ -1,7 +1,7 @@
 r"""The commands of a bash script with their variables filled in, read without running any of it.
 
 Knows quoting, continued lines, comments, here documents, arrays, ``${VAR:-default}`` and arithmetic. What only a run tells (``$(date)``, an
-argument, a variable set in a branch) stays as it is written, with the reason.
+argument, a variable set in a branch or by ``read``) stays as it is written, with the reason.
 
     script ──tokens──> words ──pieces──> fields        ``a"$B c"\ d`` is one word of four pieces: a, "$B c", \ (a blank) and d
 """
@@ -20,6 +20,9 @@ _CLOSES = frozenset({"fi", "done", "esac", "}"})
 _BETWEEN = frozenset(
     {"then", "do", "else", "elif", "!", "time", "export", "readonly", "local", "declare", "env", "exec"}
 )
+_DECLARES = frozenset({"export", "readonly", "local", "declare"})
+_CHANGES = frozenset({"unset", "read", "let", "mapfile", "readarray", "getopts"})
+"""Builtins whose arguments are variables that they change."""
 _TOWARDS_ZERO = {
     ast.Div: lambda left, right: Fraction(int(left / right)),
     ast.Mod: lambda left, right: left - right * int(left / right),
@@ -66,6 +69,8 @@ _TOKEN = re.compile(
 )
 _ITEM = re.compile(rf"\#[^\n]*|(?P<word>{_WORD})", re.DOTALL)
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
+_ARITHMETIC_COMMAND = re.compile(r"\(\((.*?)\)\)", re.DOTALL)
+_CHANGED = re.compile(rf"({_NAME})\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*({_NAME})")
 _LOOP = re.compile(rf"\s*({_NAME})")
 _HERE_DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)(\n(?s:.*?)^\t*\2)$", re.MULTILINE)
 
@@ -103,23 +108,58 @@ class _Reader:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._variables: dict[str, tuple[Text, ...]] = {name: (Text(value),) for name, value in environment.items()}
+        self._environment = frozenset(environment)
         self._depth = 0  # of branches, loops and functions
+        self._num_subshells = 0
+        self._is_joined = False  # by && or || to a command before it
 
     def commands(self, script: str) -> Iterator[Command]:
         words: list[Text] = []
-        line = 1
+        line, ends, has_run, declares = 1, "", False, False
+        before: dict[str, tuple[Text, ...]] | None = None  # the assignments in front of this command
         for token in _TOKEN.finditer(script):
-            if token["end"] and words:
-                yield Command(tuple(words), line)
-                words = []
+            if token["end"]:
+                if words:
+                    yield Command(tuple(words), line)
+                    self._note_changes([word.text for word in words], line)
+                    words, has_run = [], True
+                ends, before, declares = ends + token["end"], None, False
+                self._num_subshells = max(0, self._num_subshells + {"(": 1, ")": -1}.get(token["end"], 0))
+                if arithmetic := _ARITHMETIC_COMMAND.match(script, token.start()):
+                    names = [name for found in _CHANGED.findall(arithmetic[1]) for name in found if name]
+                    self._make_unknown(names, f"((...)) (line {1 + script.count(chr(10), 0, token.start())})")
             elif token["word"]:
                 if not words:
                     line = 1 + script.count("\n", 0, token.start())
-                    if self._is_keyword(token) or self._is_assignment(token, line):
+                    if ends := ends.strip("()"):
+                        is_joined = ends.startswith("|") or (ends.startswith("&&") and (self._is_joined or has_run))
+                        self._is_joined, has_run, ends = is_joined, has_run and is_joined, ""
+                    if self._is_keyword(token):
+                        declares = declares or token["word"] in _DECLARES
                         continue
+                    variables = dict(self._variables)
+                    if self._is_assignment(token, line):
+                        before = variables if before is None else before
+                        continue
+                    if before is not None and not declares:  # they are in its environment alone
+                        self._variables = before
                 words += self._fields(token["word"])
         if words:
             yield Command(tuple(words), line)
+
+    def _note_changes(self, words: list[str], line: int) -> None:
+        """Variables that a builtin changes are known no longer; those of the environment outlive a ``source``."""
+        builtin, *arguments = words
+        if builtin in ("source", ".") and not "".join(arguments[:1]).endswith("activate"):
+            self._make_unknown(self._variables.keys() - self._environment, f"{builtin} (line {line})")
+        if builtin == "printf":
+            arguments = arguments[1:2] if arguments[:1] == ["-v"] else []
+        if builtin in _CHANGES or builtin == "printf":
+            names = [found[0] for word in arguments if (found := re.match(_NAME, word))]
+            self._make_unknown(names, f"{builtin} (line {line})")
+
+    def _make_unknown(self, names: Iterable[str], by: str) -> None:
+        self._variables |= {name: (Text(f"${name}", (f"{name} may be changed by {by}",)),) for name in names}
 
     def _is_keyword(self, token: re.Match[str]) -> bool:
         word = token["word"]
@@ -135,8 +175,9 @@ class _Reader:
             return False
         name, is_more, written = found.groups()
         array = token["array"]
-        if self._depth:
-            why = f"{name} is set in a branch, a loop or a function (line {line})"
+        if self._depth or self._num_subshells or self._is_joined:
+            where = "a subshell" if self._num_subshells and not self._depth else "a branch, a loop or a function"
+            why = f"{name} is set in {where} (line {line})"
             self._variables[name] = (Text(written if array is None else f"({array})", (why,)),)
             return True
         old = self._variables.get(name, ()) if is_more else ()

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,10 @@ def _plain(written: str) -> str:
 
 def _take_schedule(command: Command, theirs: Mapping[str, str], result: Translation) -> None:
     """Which trainer it is: the module says so, or else a key does."""
-    module = next((word.text for word in command.words if re.search(r"async", word.text) and "=" not in word.text), "")
+    words = [word.text for word in command.words]
+    modules = [module for option, module in pairwise(words) if option == "-m"]
+    scripts = [Path(word).name for word in words if word.endswith(".py")]  # a directory may have any name
+    module = next((name for name in (modules or scripts)[:1] if "async" in name), "")
     if "fully_async" in module or yaml_value(theirs.get("trainer.fully_async.enabled", "false")):
         result.set("trainer.schedule", "fully_async", module or "trainer.fully_async.enabled")
         return

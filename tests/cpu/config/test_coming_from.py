@@ -1,5 +1,6 @@
 """Keys and scripts of other trainers: what an error says of them, and our command for a script."""
 
+import re
 import subprocess
 from importlib import resources
 from pathlib import Path
@@ -318,13 +319,20 @@ def test_a_key_of_a_script_is_set_or_explained(
 
 @pytest.mark.parametrize(
     ("module", "schedule"),
-    [("examples.fully_async.main_fully_async", "fully_async"), ("examples.train.async.main_async", "one_step_off")],
+    [
+        ("-m examples.fully_async.main_fully_async", "fully_async"),
+        ("-m examples.train.async.main_async", "one_step_off"),
+        ("python /home/me/main_async.py", "one_step_off"),
+        ("--directory /home/me/async-rl-book -m skyrl_train.entrypoints.main_base", "sync"),
+        ("python /home/me/async-rl-book/main_base.py", "sync"),
+    ],
 )
 def test_the_module_that_a_script_runs_says_which_trainer_it_is(
     module: str, schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = command_for(tmp_path / "run.sh", f"uv run -m {module} trainer.epochs=1", capsys)
-    assert f"  trainer.schedule={schedule}  # {module}" in printed
+    printed = command_for(tmp_path / "run.sh", f"uv run {module} trainer.epochs=1", capsys)
+    said = "SkyRL's trainer without" if schedule == "sync" else re.split("[ /]", module)[-1]
+    assert f"  trainer.schedule={schedule}  # {said}" in printed
     assert run_cli(never, [*arguments_of(printed), "--cfg", "job"]) == 0
 
 
@@ -357,23 +365,24 @@ def test_a_script_is_read_as_bash_reads_it() -> None:
     script = r"""
 A="x y" B='$A' C=$A; D=${A}z; E="${NONE:-d $A}"; F=${NONE:="set"}; unused() { echo $1; }
 N=6 M=$(( (N + 1) * -7 / 2 % 5 + 2 ** 3 )); LIST=(one "two words" $A # comment
-  three); LIST+=(four); G=${SET+yes}${NONE2+no}; export H=~/dir I=a\ b; J=j; J+=k
+  three); N=7 true $N; N=8 M=9 show2; P=1 && export Q=2 && Q=${Q}3; ((N > 9)); source bin/activate
+LIST+=(four); G=${SET+yes}${NONE2+no}; export H=~/dir I=a\ b; J=j; J+=k
 cat <<EOF > /dev/null
 not a command  key.a=$A "
 EOF
 show \
   -m key.a=$A key.b="$A" 'key.c=$A' key.d=$B key.e="$D" "$E" $F$NONE \
-  m=$M "${LIST[@]}" pre"${LIST[@]}"post $G "$H" $I "$J" ${#} \$A "\$A\"" "a\
+  n=$N p=$P$Q m=$M "${LIST[@]}" pre"${LIST[@]}"post $G "$H" $I "$J" ${#} \$A "\$A\"" "a\
 b" 'it'"'"s "$(( N ))" "${ENVIRONMENT}" "" end 2>&1 | cat # key.z=1
 """
-    stub = "show() { printf '%s\\0' \"$@\"; }\n"
+    stub = "show() { printf '%s\\0' \"$@\"; }; show2() { :; }; source() { :; }\n"
     environment = {"HOME": "/home/me", "SET": "1", "ENVIRONMENT": "from outside"}
     done = subprocess.run(["bash", "-c", stub + script], capture_output=True, text=True, check=True, env=environment)
     (command,) = [each for each in commands_of(script, environment) if each.words[0].text == "show"]
     words = command.words[1:]
     assert [word.text for word in words if word.text != "$#"] == [w for w in done.stdout.split("\0")[:-1] if w != "0"]
     assert [word.text for word in words if word.unknown] == ["$#"]
-    assert command.line == 8
+    assert command.line == 9
 
 
 @pytest.mark.parametrize(
@@ -382,6 +391,15 @@ b" 'it'"'"s "$(( N ))" "${ENVIRONMENT}" "" end 2>&1 | cat # key.z=1
         ("show $X", "$X", "X is set neither in the script nor in the environment"),
         ("show a-`date`", "a-`date`", "`date` is not run"),
         ("if true; then X=1; fi; show $X", "1", "X is set in a branch, a loop or a function (line 1)"),
+        ("X=8\ntest $A &&\n X=2\nshow $X", "2", "X is set in a branch, a loop or a function (line 3)"),
+        ("X=8; [ $A ] || export X=2; show $X", "2", "X is set in a branch, a loop or a function (line 1)"),
+        ("X=8; ( X=2 ); show $X", "2", "X is set in a subshell (line 1)"),
+        ("X=8\nunset X\nshow $X", "$X", "X may be changed by unset (line 2)"),
+        ("X=8; read -r X <<< 7; show $X", "$X", "X may be changed by read (line 1)"),
+        ("X=8; printf -v X 9; show $X", "$X", "X may be changed by printf (line 1)"),
+        ("X=8; let X=X+1; show $X", "$X", "X may be changed by let (line 1)"),
+        ("X=8; ((X++)); show $X", "$X", "X may be changed by ((...)) (line 1)"),
+        ("X=8; . ./env.sh; show $X", "$X", "X may be changed by . (line 1)"),
         ("for X in a b; do show $X; done", "$X", "X is the variable of a loop"),
         ("X=a.b; show ${X%.b}", "${X%.b}", "${X%.b} is known only when the script runs"),
         ("show $(( 1 / 0 ))", "$(( 1 / 0 ))", "$(( 1 / 0 )) is known only when the script runs"),
