@@ -115,7 +115,8 @@ class _Reader:
 
     def commands(self, script: str) -> Iterator[Command]:
         words: list[Text] = []
-        line, ends, has_run, declares = 1, "", False, False
+        line, ends = 1, ""  # all that separates the last command from this one
+        has_run, declares = False, False
         before: dict[str, tuple[Text, ...]] | None = None  # the assignments in front of this command
         for token in _TOKEN.finditer(script):
             if token["end"]:
@@ -127,7 +128,8 @@ class _Reader:
                 self._num_subshells = max(0, self._num_subshells + {"(": 1, ")": -1}.get(token["end"], 0))
                 if arithmetic := _ARITHMETIC_COMMAND.match(script, token.start()):
                     names = [name for found in _CHANGED.findall(arithmetic[1]) for name in found if name]
-                    self._make_unknown(names, f"((...)) (line {1 + script.count(chr(10), 0, token.start())})")
+                    line = 1 + script.count("\n", 0, token.start())
+                    self._make_unknown(names, f"((...)) (line {line})")
             elif token["word"]:
                 if not words:
                     line = 1 + script.count("\n", 0, token.start())
