@@ -24,6 +24,7 @@ from skyrl_async.config.schema.algorithm import AlgorithmConfig
 from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.config.schema.trainer import Schedule, StalenessPolicy
 from skyrl_async.errors import ConfigError
+from skyrl_async.metrics.trace_parts import read_spans
 from skyrl_async.plan.__main__ import check, main
 from skyrl_async.plan.calls import Samples, groups_of, waiting_seconds
 from skyrl_async.plan.description import described
@@ -137,6 +138,16 @@ def test_what_groups_and_optimizer_steps_take_is_found_where_a_batch_has_two_ste
     assert model.group_seconds + tokens * model.gradient_seconds == pytest.approx(0.01 + tokens * 2e-4, rel=0.05)
     assert model.step_seconds == pytest.approx(PLANTED.step_seconds, rel=0.05)
     assert abs(error_of_its_model(found)) < 0.1
+
+
+def test_gradients_that_a_kill_lost_and_a_resume_computed_again_are_of_whole_groups(
+    run_dir: Path, run: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = list(read_spans(run_dir))
+    lost = [span for span in spans if span.name == "forward_backward" and span.args.get("step") == 20]
+    monkeypatch.setattr("skyrl_async.plan.measured.read_spans", lambda directory: [*lost, *spans])
+    before, after = (found.num_tokens[found.step == 20] for found in (run.gradients, measured(run_dir).gradients))
+    assert len(after) == 2 * len(before) and after.mean() == pytest.approx(before.mean())
 
 
 def test_an_update_of_idle_engines_takes_what_the_first_one_took(tmp_path: Path) -> None:
