@@ -252,7 +252,7 @@ def check_positions(config: Config, policy_dir: Path) -> None:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-    limit = {**text, **rope}.get(names.get(kind, ""))
+    limit = {**text, **rope}.get(names.get(str(kind), ""))
     context = known_context(config, policy_dir)
     if limit is not None and context > limit:
         raise ConfigError(
