@@ -65,7 +65,7 @@ class FileNames:
     def renamed(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Full parameters and buffers as the files' tensors, in order."""
         for name, tensor in parameters:
-            if self._in_files[name].keys() == {name}:
+            if name not in self._in_files or self._in_files[name].keys() == {name}:  # a buffer may have come later
                 yield name, tensor
             else:
                 yield from revert_weight_conversion(self._model, {name: tensor}).items()

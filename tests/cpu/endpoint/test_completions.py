@@ -183,7 +183,7 @@ async def test_an_answer_may_be_constrained_and_penalised() -> None:
         ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1], [10**6]]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": None}, "prompt"),
         ({}, "prompt"),
         ({"prompt": ["a"] * 9, "n": 128}, "prompt"),
