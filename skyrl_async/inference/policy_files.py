@@ -11,7 +11,14 @@ from typing import Any
 
 from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
-from skyrl_async.weights.formats import CONFIG_FILE, TORCH_NAMES, adapted_layers, crc32_of_file, tensor_names
+from skyrl_async.weights.formats import (
+    CONFIG_FILE,
+    TORCH_NAMES,
+    adapted_layers,
+    crc32_of_file,
+    tensor_names,
+    weight_files,
+)
 
 Manifest = dict[str, tuple[str, tuple[int, ...]]]
 """Hugging Face parameter name -> (dtype name such as ``float32``, shape)."""
@@ -80,14 +87,14 @@ def _read_json(path: Path, advice: str) -> Any:
 def read_manifest(policy_dir: str) -> Manifest:
     """Names, dtypes and shapes in the directory's safetensors files; empty if it has none."""
     manifest: Manifest = {}
-    for path in sorted(Path(policy_dir).glob("*.safetensors")):
+    for path in weight_files(Path(policy_dir)):
         manifest.update(_read_header(path))
     return manifest
 
 
 def num_weight_bytes(policy_dir: str) -> int:
     """Size of the directory's safetensors files; 0 if it has none."""
-    return sum(path.stat().st_size for path in Path(policy_dir).glob("*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(Path(policy_dir)))
 
 
 def _read_header(path: Path) -> Manifest:

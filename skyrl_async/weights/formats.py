@@ -38,6 +38,19 @@ _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """A model's safetensors files: those of its index, else ``model.safetensors``, else all.
+
+    Some directories hold the same weights once more in a format of their own, such as ``consolidated.safetensors``.
+    """
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        files = sorted({directory / name for name in index["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        files = [directory / "model.safetensors"]
+    return [file for file in files if file.is_file()] or sorted(directory.glob("*.safetensors"))
+
+
 def tensor_names(layer: str) -> tuple[str, str]:
     """Names of a layer's A (rank, in) and B (out, rank), by its Hugging Face name."""
     return f"{_PREFIX}{layer}{_A}", f"{_PREFIX}{layer}{_B}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Gemma3Config,
@@ -22,7 +22,8 @@ from transformers import (
 
 from skyrl_async.composition.data import check_checkpoint_is_of
 from skyrl_async.errors import PolicyError
-from skyrl_async.inference.policy_files import UpdateValidator
+from skyrl_async.inference.policy_files import UpdateValidator, read_manifest
+from skyrl_async.training.backends.file_names import FileNames
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.in_process import InProcessPolicy
 from tests.cpu.tiny_policies import assert_close, export_weights, weights
@@ -112,3 +113,17 @@ def test_a_policy_whose_files_hold_more_than_its_language_model_is_refused_befor
     written(tmp_path, qwen3_5)
     with pytest.raises(PolicyError, match=r"holds 21 tensors, such as model\.visual\..*; give a directory of the lang"):
         InProcessPolicy(TrainingSettings(policy_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_weights_that_a_directory_holds_once_more_in_another_format_are_not_the_models(
+    tmp_path: Path, is_sharded: bool
+) -> None:
+    """As those of Mistral do."""
+    model = mixtral()
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if is_sharded else "1GB")
+    expected = read_manifest(str(tmp_path))
+    assert is_sharded == (len(list(tmp_path.glob("*.safetensors"))) > 1)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
+    assert read_manifest(str(tmp_path)) == expected
+    FileNames(model).check_all_are_in(tmp_path)
