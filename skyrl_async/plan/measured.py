@@ -261,9 +261,10 @@ def _resumed_with_other_settings(run_dir: Path) -> int:
 
 
 def _steps(path: Path) -> list[Step]:
-    """One row per optimizer step."""
+    """One row per optimizer step, without figures that are null because they were not finite."""
     rows = read_rows(path) if path.exists() else ()
-    return list({row["step"]: row for row in rows if "timing/step" in row}.values())
+    known = ({name: value for name, value in row.items() if value is not None} for row in rows)
+    return list({row["step"]: row for row in known if "timing/step" in row}.values())
 
 
 def _rows(run_dir: Path, first_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -488,6 +488,14 @@ def test_a_run_that_is_always_validating_is_refused_and_one_of_few_replies_besid
         measured(tmp_path / "run")
 
 
+def test_a_figure_that_was_not_finite_is_as_one_that_is_not_there(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) | {"timing/publish": None} for line in path.read_text().splitlines()]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert measured(tmp_path / "run").mean("timing/publish") == 0.0
+
+
 def error_of_its_model(run: Measured) -> float:
     """By how much the model of a run is wrong about it."""
     planner = Planner(run, num_processes=1)
