@@ -63,10 +63,11 @@ class Running:
     async def until_answering(self, engine: RayEngine) -> None:
         """Return in the midst of the answers: all of their requests were sent, and ``engine`` has sampled since.
 
-        It waits for one block only: on a busy machine the wait for eight took longer than the answers.
+        It waits for one block only: on a busy machine the wait for eight took longer than the answers. Until all are sent it waits for
+        nothing of the engine's: the answers might end first, and it would never return.
         """
-        while self.client.statistics()["running_requests"] < 2 * len(PROMPTS):
-            await wait_for_blocks(engine, 1)
+        while self.client.statistics()["running_requests"] < 2 * len(PROMPTS):  # noqa: ASYNC110
+            await asyncio.sleep(0)
         await wait_for_blocks(engine, 1)
 
     async def until_serving(self, name: str) -> RayEngine:
