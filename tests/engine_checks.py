@@ -34,22 +34,23 @@ MAX_MODEL_LEN = 512
 PROMPTS = [tuple(range(5 + i, 9 + 2 * i)) for i in range(6)]
 
 
+_SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
 def make_policy(directory: Path, *, seed: int, is_tied: bool, max_model_len: int = MAX_MODEL_LEN) -> Path:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=max_model_len,
-        tie_word_embeddings=is_tied,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+    config = Qwen3Config(**_SIZES, max_position_embeddings=max_model_len, tie_word_embeddings=is_tied)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -57,23 +58,8 @@ def make_policy(directory: Path, *, seed: int, is_tied: bool, max_model_len: int
 def make_moe_policy(directory: Path, *, seed: int) -> Path:
     """Two of four experts compute each token."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**_SIZES, **experts, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False)
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     return directory
 

@@ -34,11 +34,11 @@ from skyrl_async.tasks.imitation import ImitationTask
 from skyrl_async.tasks.registry import WarmStartTask, get_task, make_environment
 from skyrl_async.training.export.manifest import check_model, read_model
 from skyrl_async.types import Prompt
+from skyrl_async.weights.formats import TIED_HEAD
 
 if TYPE_CHECKING:
     from skyrl_async.tasks.warm_start import WarmStartProgress
 
-_TIED_HEAD = "lm_head.weight"
 """Stored in files although tied embeddings make it no parameter of its own."""
 
 ProgressFn = Callable[[str], None]
@@ -268,8 +268,8 @@ def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
     shapes = {name: shape for name, (_, shape) in read_manifest(str(policy_dir)).items()}
     if there.shapes.keys() - shapes.keys() == there.shapes.keys():
         shapes = dict(there.shapes)  # no safetensors, or files whose parameter names differ from the model's
-    elif _TIED_HEAD not in there.shapes:
-        shapes.pop(_TIED_HEAD, None)
+    elif TIED_HEAD not in there.shapes:
+        shapes.pop(TIED_HEAD, None)
     check_model(checkpoint / "policy", there, model_type=model_type, shapes=shapes)
 
 

@@ -273,12 +273,10 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; give a yaml file") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} is no yaml: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict) or not isinstance(
-        written, dict
-    ):  # omegaconf takes a word for a key, and nothing for no keys
-        raise ConfigError(
-            f"{file} must hold a mapping of sections, got {type(written).__name__ if written else 'nothing'}"
-        )
+    # omegaconf takes a word for a key, and nothing for no keys.
+    if not isinstance(tree, dict) or not isinstance(written, dict):
+        found = type(written).__name__ if written else "nothing"
+        raise ConfigError(f"{file} must hold a mapping of sections, got {found}")
     return {str(name): _with_text(str(name), below, written.get(name)) for name, below in tree.items()}
 
 

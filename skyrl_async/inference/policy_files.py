@@ -13,6 +13,7 @@ from skyrl_async.errors import PolicyError, PublishError
 from skyrl_async.types import WeightUpdate
 from skyrl_async.weights.formats import (
     CONFIG_FILE,
+    TIED_HEAD,
     TORCH_NAMES,
     adapted_layers,
     crc32_of_file,
@@ -25,7 +26,6 @@ Manifest = dict[str, tuple[str, tuple[int, ...]]]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 """Each of them can hold a tokenizer's vocabulary."""
-_TIED_HEAD = "lm_head.weight"
 
 
 def read_config(policy_dir: str, key: str = "policy.path") -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _dtypes(manifest: Manifest) -> dict[str, str]:
 
 
 def _without_head(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in shapes.items() if name != _TIED_HEAD}
+    return {name: shape for name, shape in shapes.items() if name != TIED_HEAD}
 
 
 def require_same(what: str, found: Mapping[str, object], expected: Mapping[str, object], version: int) -> None:

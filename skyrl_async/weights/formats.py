@@ -30,6 +30,8 @@ TORCH_NAMES = {
 }
 """safetensors' name of a dtype -> torch's."""
 
+TIED_HEAD = "lm_head.weight"
+"""Files may hold it although it is the embedding."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 """peft, transformers and vLLM read an adapter from a directory with both files."""

@@ -17,11 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from skyrl_async.errors import PolicyError
 from skyrl_async.training.backends.state_files import persistent_buffers
-from skyrl_async.weights.formats import weight_files
+from skyrl_async.weights.formats import TIED_HEAD, weight_files
 
 Shapes = dict[str, tuple[int, ...]]
-_TIED_HEAD = "lm_head.weight"
-"""Files may hold it although it is the embedding."""
 
 
 class FileNames:
@@ -50,7 +48,7 @@ class FileNames:
 
     def check_all_are_in(self, directory: Path) -> None:
         """Raise ``PolicyError`` if the safetensors files in ``directory`` hold what the model has not: engines expect it of a publish."""
-        known = {name for found in self._in_files.values() for name in found} | {_TIED_HEAD}
+        known = {name for found in self._in_files.values() for name in found} | {TIED_HEAD}
         for file in weight_files(directory):
             with safe_open(file, "pt") as opened:
                 if unknown := sorted(set(opened.keys()) - known):
