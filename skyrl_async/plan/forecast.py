@@ -37,6 +37,7 @@ _LEAST_STEPS, _MOST_STEPS = 4, 25
 """Fewest and most steps that a replicate measures, a hundred in all; the last wave is measured whole."""
 _PUBLISH_WAIT = "timing/wait_for_publish"
 _WAITS = ("timing/wait_for_groups", "timing/wait_for_devices", _PUBLISH_WAIT)
+_ENGINE_SECONDS = ("idle_seconds", "request_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,36 +216,37 @@ def _simulated(stages: Mapping[str, float], settings: SimulationSettings) -> _Si
             for name, seconds in stages.items()
         }
 
-    async def main() -> tuple[Simulation, float, float]:
+    async def main() -> tuple[Simulation, int, int, list[float]]:
         running = asyncio.current_task()
         assert running is not None
+        noted: dict[int, list[float]] = {}
 
-        def on_step(step: int) -> None:
-            if step >= num_left_out + num_measured:  # of a batch of several steps only the last is logged
-                running.cancel()
+        def on_step(step: int) -> None:  # of a batch of several steps only the last one is logged
+            if len(noted) < 2 and step >= (min(noted) + num_measured if noted else num_left_out):
+                noted[step] = [
+                    asyncio.get_running_loop().time(),
+                    *(sum(getattr(engine, name) for engine in simulation.engines) for name in _ENGINE_SECONDS),
+                ]
+                if len(noted) == 2:
+                    running.cancel()
 
         simulation = Simulation(settings, prepare_with=works, on_step=on_step)
         with contextlib.suppress(asyncio.CancelledError):
             await simulation.run()
-        engine_seconds = asyncio.get_running_loop().time() * settings.num_engines
-        idle, requests = (
-            sum(getattr(engine, name) for engine in simulation.engines) / engine_seconds
-            for name in ("idle_seconds", "request_seconds")
-        )
-        return simulation, idle, requests
+        (first, begun), (last, ended) = noted.items()
+        return simulation, first, last, [end - begin for begin, end in zip(begun, ended, strict=True)]
 
-    simulation, engines_idle_frac, requests_per_engine = run_in_virtual_time(main())
+    simulation, first, last, (lasted, idle, requests) = run_in_virtual_time(main())
     logged = {step: values for step, values in simulation.logged if "timing/step" in values}
-    last = min(step for step in logged if step >= num_left_out + num_measured)  # not what the end has cut short
-    steps = [values for step, values in logged.items() if num_left_out < step <= last]
+    steps = [values for step, values in logged.items() if first < step <= last]  # not what the end has cut short
     seconds = sum(values["timing/step"] for values in steps)
     num_mini_batches = (settings.train_batch_size or settings.mini_batch_size) // settings.mini_batch_size
     return _Simulated(
         step_seconds=seconds / (len(steps) * num_mini_batches * settings.update_epochs_per_batch),
         trainer_idle_frac=sum(values.get(name, 0.0) for values in steps for name in _WAITS) / seconds,
         publish_wait_frac=sum(values.get(_PUBLISH_WAIT, 0.0) for values in steps) / seconds,
-        engines_idle_frac=engines_idle_frac,
-        requests_per_engine=requests_per_engine,
+        engines_idle_frac=idle / (lasted * settings.num_engines),
+        requests_per_engine=requests / (lasted * settings.num_engines),
         staleness_mean=fmean(values["async/staleness_mean"] for values in steps),
         tokens_per_second=sum(values["policy/num_tokens"] for values in steps) / seconds,
     )

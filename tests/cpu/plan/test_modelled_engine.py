@@ -10,12 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_async.columns import token_ids
+from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.generation import OpenCalls, call_until_end, generate_once
 from skyrl_async.inference.prefix_index import BLOCK_TOKENS
+from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.simulator.clock import run_in_virtual_time
-from skyrl_async.simulator.models import ModelledEngine, ModelledPolicy
+from skyrl_async.simulator.models import KnownGroup, ModelledEngine, ModelledGenerator, ModelledPolicy
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, TRAINING_CORES, SharedMachine, slowdown
-from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, SamplingParams, Trajectory, WeightUpdate
+from skyrl_async.types import (
+    EngineOutput,
+    EngineRequest,
+    PauseMode,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    WeightUpdate,
+)
 
 TOKENS = 100
 
@@ -275,3 +285,28 @@ def test_a_stream_whose_reader_takes_its_time_holds_up_no_other_call() -> None:
         return end
 
     assert run_in_virtual_time(main()) == pytest.approx(1.0)
+
+
+def test_a_prompt_that_is_generated_again_has_answers_of_about_the_same_median_and_seldom_the_same_longest_one() -> (
+    None
+):
+    usual = [(20 + number,) * 3 + (TOKENS if number % 8 == 0 else 20,) for number in range(64)]
+    groups = [KnownGroup(samples=tuple(((n, 0.0),) for n in lengths)) for lengths in usual]
+    generator = ModelledGenerator(InferenceEngineClient([engine()], max_model_len=1000), groups)
+
+    async def lengths(uid: str, seed: int) -> list[int]:
+        request = GroupRequest(
+            prompt=Prompt(uid=uid, messages=(), env_class=""),
+            num_samples=4,
+            sampling=SamplingParams(max_tokens=TOKENS),
+            seed=seed,
+        )
+        return sorted(len(row.response_token_ids) for row in await generator.generate(request))
+
+    async def main() -> list[list[list[int]]]:
+        return [[await lengths(f"prompt {number}", seed) for seed in range(20)] for number in range(5)]
+
+    for of_prompt in run_in_virtual_time(main()):
+        medians = [found[1] for found in of_prompt]
+        assert 1 <= max(medians) - min(medians) < 8
+        assert 0 < sum(found[-1] == TOKENS for found in of_prompt) < 10

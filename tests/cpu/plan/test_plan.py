@@ -230,6 +230,20 @@ def test_batches_of_several_steps_are_forecast_too_per_optimizer_step(run: Measu
     assert found.step_seconds == pytest.approx(of_batch / 2, rel=0.1)
 
 
+def test_how_idle_engines_are_is_of_the_steps_that_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "training_binds.yaml"
+    path.write_text(
+        "{num_engines: 1, max_staleness_steps: 8, policy_mini_batch_size: 4, n_samples_per_prompt: 2, "
+        "lengths: {mean_tokens: 100, max_tokens: 100, sigma: 0, prompt_tokens: 0}, "
+        "engine: {tokens_per_second: 1e5, half_speed_requests: 1e-3}, "  # 100 tokens/s of however many requests
+        "training: {tokens_per_second: 10, step_seconds: 0}, num_workers: 4, "
+        "publish: {send_seconds: 0, pause_seconds: 0}}"
+    )
+    (found,) = Planner(described(path), num_processes=1).forecasts([WhatIf()])
+    assert found.step_seconds == pytest.approx(20, rel=0.01), "800 tokens at 40 per second"
+    assert found.engines_idle_frac == pytest.approx(1 - 8 / 20, abs=0.02), "as many take an engine 8 s"
+
+
 @pytest.mark.slow
 def test_where_cores_are_shared_an_engine_on_twice_the_devices_takes_twice_the_cores(run: Measured) -> None:
     as_it_was, twice = Planner(run, num_processes=1).forecasts(
