@@ -139,6 +139,8 @@ class _Run:
     _engines: Callable[[], Mapping[str, Mapping[str, float]]] = dict
     _stalls: Sequence[str] = ()
     _training_began: float = 0.0
+    _evaluation_dir: Path | None = None
+    """Has the samples of ``trainer.eval_only``, as the directory of a run would."""
     _metrics: MetricsLog = field(init=False)
     _records: list[MetricsLog | SampleRecord] = field(default_factory=list)
     _failures: list[str] = field(default_factory=list)
@@ -286,11 +288,14 @@ class _Run:
             self._stalls = lines
             console.stuck(lines)
 
-        samples, run_dir = self.config.trainer.samples, self.run_dir
-        if parts.renderer and not (run_dir / TOKENIZER).exists():
-            replace_file(run_dir / TOKENIZER, parts.renderer.tokenizer.backend_tokenizer.to_str())
+        samples, directory = self.config.trainer.samples, self.run_dir
+        if self.config.trainer.eval_only:
+            directory = self._evaluation_dir = free_path(directory / "evaluation")
+            directory.mkdir()
+        if parts.renderer and not (directory / TOKENIZER).exists():
+            replace_file(directory / TOKENIZER, parts.renderer.tokenizer.backend_tokenizer.to_str())
         record = SampleRecord(
-            free_path(run_dir / f"evaluation_{SAMPLES}") if self.config.trainer.eval_only else run_dir / SAMPLES,
+            directory / SAMPLES,
             turns_of=TurnSplitter(parts.renderer).turns if parts.renderer else None,
             groups_with_text=samples.groups_with_text,
             max_bytes=samples.max_gb * 1e9,
@@ -314,7 +319,7 @@ class _Run:
             record.begin()
             await record.flush()
         self._training_began = time.monotonic()
-        console.phase("training")
+        console.phase("evaluating" if self.config.trainer.eval_only else "training")
         self.interruption.enter(Phase.TRAINING)
         await trainer.run()
         if self.interruption.shutdown.is_requested and not trainer.is_complete:
@@ -353,7 +358,7 @@ class _Run:
             path = free_path(run_dir / "evaluation.json")
             result = trainer.first_evaluation
             summary |= {} if result is None else result.values()
-            summary |= {"checkpoint": self._checkpoint, "evaluation": path}
+            summary |= {"checkpoint": self._checkpoint, "evaluation": path, "samples": self._evaluation_dir}
         else:
             from skyrl_async.metrics.curves import draw_curves
 

@@ -47,6 +47,7 @@ _LABELS = {
     "pause_seconds_median": ("generation paused per publish, median", "{:.3f} s"),
     "throughput_beside_validation": ("training throughput during validation / without", "{:.2f}"),
     "trainer_idle_frac": ("trainer idle", "{:.0%}"),
+    "checkpoint": ("checkpoint", "{}"),
 }
 
 

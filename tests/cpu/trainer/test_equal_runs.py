@@ -14,6 +14,7 @@ import ray
 
 from skyrl_async.metrics.tracker import read_rows
 from skyrl_async.record.files import read_samples
+from skyrl_async.view.run import ViewedRun
 from tests.cpu.test_main import NO_VLLM, Command, Outcome, dataset, policy_dir, row, run
 
 __all__ = ["policy_dir"]  # a fixture
@@ -149,7 +150,7 @@ def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_file
     assert {path.name for path in out.iterdir()} - left == {
         "evaluation.json",
         "evaluation-2.json",
-        "evaluation_samples",
+        "evaluation",
     }
     assert (out / "evaluation.json").read_text() == "of an evaluation before"
     evaluation = json.loads((out / "evaluation-2.json").read_text())
@@ -158,3 +159,4 @@ def test_an_evaluation_of_a_finished_run_leaves_all_that_it_left_and_writes_file
     last = read_rows(out / "metrics.jsonl")[-1]
     assert (last["step"], last["reward/eval"]) == (step, evaluation["reward/eval"])
     assert "held-out reward" in outcome.stdout
+    assert ViewedRun(out / "evaluation").overview()["num_rows"] == 4
