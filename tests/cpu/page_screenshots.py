@@ -10,13 +10,18 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from skyrl_async.view.__main__ import DEMO
+from tests.cpu.forked_workers import forking_workers
 from tests.cpu.view.test_page import CHROMIUM, FLAGS, served
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
 def main() -> None:
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as directory:
+    with (
+        sync_playwright() as playwright,
+        tempfile.TemporaryDirectory() as directory,
+        forking_workers(Path(directory)),
+    ):
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         with served("--demo") as address:
             take_all(browser, address)
