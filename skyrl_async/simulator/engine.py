@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Collection
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -308,7 +308,8 @@ class ModelledEngine:
 
     def _partial_output(self, call: Call) -> EngineOutput:
         num = self._num_sampled(call)
-        return self._output(call, 0, num, call.end if num == call.num_tokens else None)
+        so_far = self._output(call, 0, num, call.end if num == call.num_tokens else None)
+        return replace(so_far, num_aborts=call.num_aborts)
 
     def _num_sampled(self, call: Call) -> int:
         """Tokens of the call so far."""

@@ -152,6 +152,22 @@ def test_an_engine_that_continues_by_itself_does_as_one_whose_actor_continues(
     assert outputs == actor_outputs
 
 
+def test_the_tokens_so_far_of_a_request_say_how_often_it_was_aborted() -> None:
+    async def main() -> EngineOutput:
+        one = engine(continues_aborted=True)
+        running = asyncio.create_task(one.generate(request(0)))
+        for _ in range(2):
+            await asyncio.sleep(0.25)
+            await one.pause(PauseMode.ABORT)
+            await one.resume()
+        so_far = (await one.partial_outputs(["r0"]))["r0"]
+        assert (await running).num_aborts == 2
+        return so_far
+
+    so_far = run_in_virtual_time(main())
+    assert (len(so_far.token_ids), so_far.finish_reason, so_far.num_aborts) == (50, None, 2)
+
+
 def test_requests_without_a_place_wait_and_the_oldest_gets_the_next_one() -> None:
     requests = [request(0, priority=5), request(1, priority=9), request(2, priority=7)]
     assert run_in_virtual_time(ends(engine(max_num_seqs=1), requests)) == [1.0, 3.0, 2.0]
