@@ -22,6 +22,27 @@ from skyrl_async.config.schema.trainer import ResumeMode
 from skyrl_async.errors import ConfigError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+ENGINE_ARGUMENTS = {
+    "model": "policy.path",
+    "dtype": "policy.dtype",
+    "trust_remote_code": "policy.trust_remote_code",
+    "seed": "trainer.seed",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "enforce_eager": "engine.enforce_eager",
+    "enable_prefix_caching": "engine.enable_prefix_caching",
+    "distributed_executor_backend": None,
+    "scheduling_policy": None,
+    "skip_tokenizer_init": None,
+    "generation_config": None,
+    "logprobs_mode": None,
+    "worker_extension_cls": None,
+    "disable_log_stats": None,
+    "enable_logging_iteration_details": None,
+}
+"""vLLM's arguments that every engine gets from the run -> the key that sets them; None: none does."""
 
 
 def check(config: Config) -> None:
@@ -131,6 +152,14 @@ def deterministic_engine_rules(config: Config) -> Iterator[str]:
             f"engine.backend must be vllm with {asked}, got deterministic: that engine is in the trainer's own process, and those of the "
             f"endpoint would sample from copies that no weight update reaches; set engine=vllm, or {other}"
         )
+
+
+def engine_argument_rules(config: Config) -> Iterator[str]:
+    """``engine.extra_args`` are more than what the run gives to vLLM, and never other values of it."""
+    for name in sorted(config.engine.extra_args.keys() & ENGINE_ARGUMENTS.keys()):
+        key = ENGINE_ARGUMENTS[name]
+        why = "weight updates and log-probs rely on what the run sets" if key is None else f"{key} sets it"
+        yield f"engine.extra_args must not have {name}, got {config.engine.extra_args[name]!r}: {why}"
 
 
 def generator_rules(config: Config) -> Iterator[str]:
@@ -252,6 +281,7 @@ _RULES = (
     length_rules,
     path_rules,
     deterministic_engine_rules,
+    engine_argument_rules,
     generator_rules,
 )
 _RULES_OF_MACHINE = (run_rules, file_rules, server_rules, placement.rules)

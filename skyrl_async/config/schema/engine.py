@@ -72,7 +72,7 @@ class EngineConfig:
     pause_mode: PauseModeName = PauseModeName.abort
     """What a weight update does to requests in flight: abort (continued in token space) or keep (frozen, KV recomputed)."""
     extra_args: dict[str, Any] = field(default_factory=dict)
-    """More vLLM engine arguments, as in AsyncEngineArgs."""
+    """More vLLM engine arguments, as in AsyncEngineArgs; not those that the run sets, such as seed, dtype or logprobs_mode."""
 
     def __post_init__(self) -> None:
         check_heartbeat("engine", self.heartbeat_interval_s, self.heartbeat_timeout_s)

@@ -140,6 +140,14 @@ def _register_architectures(config: VLLMEngineConfig) -> None:
 def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    vllm_config = AsyncEngineArgs(**(_arguments(config) | config.extra_args)).create_engine_config()
+    if config.device == "cpu" and vllm_config.cache_config.num_gpu_blocks_override is None:
+        vllm_config.cache_config.num_gpu_blocks_override = _useful_blocks(vllm_config, config.cpu_kv_cache_gb << 30)
+    return vllm_config
+
+
+def _arguments(config: VLLMEngineConfig) -> dict[str, Any]:
+    """vLLM's ``AsyncEngineArgs`` without ``extra_args``."""
     arguments: dict[str, Any] = {
         "model": config.policy_dir,
         **{name: getattr(config, name) for name in _SAME_IN_VLLM},
@@ -163,10 +171,7 @@ def _vllm_config(config: VLLMEngineConfig) -> "VllmConfig":
             "max_lora_rank": supported_rank(config.adapter_rank),
             "lora_target_modules": adapted_modules(config.policy_dir, config.adapter_targets),
         }
-    vllm_config = AsyncEngineArgs(**(arguments | config.extra_args)).create_engine_config()
-    if config.device == "cpu" and vllm_config.cache_config.num_gpu_blocks_override is None:
-        vllm_config.cache_config.num_gpu_blocks_override = _useful_blocks(vllm_config, config.cpu_kv_cache_gb << 30)
-    return vllm_config
+    return arguments
 
 
 def _useful_blocks(vllm_config: "VllmConfig", max_bytes: int) -> int | None:

@@ -304,7 +304,12 @@ def test_null_is_no_text_unless_it_is_in_quotes() -> None:
 
 @pytest.mark.slow
 def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["task=relay", "engine.pause_mode=keep", "engine.extra_args.seed=3", "generator.sampling.stop=[a,'b\"c']"]
+    argv = [
+        "task=relay",
+        "engine.pause_mode=keep",
+        "engine.extra_args.block_size=16",
+        "generator.sampling.stop=[a,'b\"c']",
+    ]
     assert run_cli(never, [*argv, "--cfg", "job"]) == 0
     file = tmp_path / "config.yaml"
     file.write_text(capsys.readouterr().out)
@@ -470,6 +475,11 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         (["trainer.max_engine_logprob_gap=nan"], "trainer.max_engine_logprob_gap must be > 0, got nan"),
         (["trainer.seed=99999999999999999999999"], r"trainer.seed must be in \[0, 9.22337e\+18\), got 9999"),
         (["generator.sampling.temperature=inf"], r"generator.sampling.temperature must be in \[0, inf\), got inf"),
+        (["engine.extra_args.seed=3"], "engine.extra_args must not have seed, got 3: trainer.seed sets it"),
+        (
+            ["engine.extra_args={logprobs_mode: raw_logprobs}"],
+            "engine.extra_args must not have logprobs_mode, got 'raw_logprobs': weight updates and log-probs rely on",
+        ),
         (["engine.cpu_kv_cache_gb=0"], "engine.cpu_kv_cache_gb must be >= 1, got 0"),
         (["server.max_body_bytes=0"], "server.max_body_bytes must be >= 1, got 0"),
         (["server.keep_alive_timeout_s=-1"], "server.keep_alive_timeout_s must be >= 0, got -1"),

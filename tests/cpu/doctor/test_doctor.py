@@ -406,9 +406,13 @@ async def test_a_layer_that_an_engine_computes_in_another_way_is_named_from_new_
 
 
 async def test_bfloat16_is_named_where_float32_is_configured_from_new_answers_to_prompts_of_the_run(
-    run_dir: Path,
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    health = await examine(run_dir, num_rows=8, prompts="run", overrides=["engine.extra_args.dtype=bfloat16"])
+    from skyrl_async.doctor import paths
+
+    as_configured = paths.vllm_config
+    monkeypatch.setattr(paths, "vllm_config", lambda *given: replace(as_configured(*given), dtype="bfloat16"))
+    health = await examine(run_dir, num_rows=8, prompts="run")
     assert faults(health) == [("bfloat16", "engine-0"), ("engine", "engine, prefill, as booted")]
     assert "policy.dtype is float32" in health.findings[0].sentence
 

@@ -12,12 +12,13 @@ from typing import get_args
 import psutil
 import pytest
 
+from skyrl_async.config.rules.all import ENGINE_ARGUMENTS
 from skyrl_async.config.schema.policy import LARGEST_SERVED_RANK
 from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.connection import EngineAddress
 from skyrl_async.inference.engines.ray import StartedEngine, start_ray_engines
 from skyrl_async.inference.vllm.adapter import supported_rank
-from skyrl_async.inference.vllm.boot import VLLMEngineConfig, _BoundForkContext, _set_environment
+from skyrl_async.inference.vllm.boot import VLLMEngineConfig, _arguments, _BoundForkContext, _set_environment
 from skyrl_async.simulator.clock import run_in_virtual_time
 from tests.patience import PATIENCE_S
 
@@ -72,6 +73,10 @@ def test_a_core_does_not_outlive_a_parent_that_is_killed(context: str) -> None:
         parent.kill()
     psutil.wait_procs([core], timeout=PATIENCE_S)
     assert not core.is_running()
+
+
+def test_every_argument_that_an_engine_gets_from_the_run_is_refused_among_the_extra_ones(tmp_path: Path) -> None:
+    assert set(_arguments(VLLMEngineConfig(name="engine-0", policy_dir=str(tmp_path)))) == set(ENGINE_ARGUMENTS)
 
 
 def variable_at_boot(
