@@ -39,6 +39,8 @@ from skyrl_async.weights.transfer_group import GroupPlace
 
 Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
+_COLLECTIVE_GRACE_S = 60.0
+"""How much longer a rank waits for another one than a call may take, so that a call past its deadline says so."""
 _CAUSE_TIMEOUT_S = 10.0
 """A rank fails at once when another one dies; Ray reports that death a moment later, and it explains the failure."""
 
@@ -145,7 +147,8 @@ class PolicyWorkers(PolicyOverRanks):
             address = (host, await self._call_first("open_store", host))
         path, num_on = None if policy_path is None else str(policy_path), Counter(nodes)
         shares = [None if "OMP_NUM_THREADS" in os.environ else num_on[node] for node in nodes]
-        await self._call_each("start", [(address, path, num_ranks_here) for num_ranks_here in shares])
+        collective_timeout_s = self._call_timeout_s + _COLLECTIVE_GRACE_S
+        await self._call_each("start", [(address, path, share, collective_timeout_s) for share in shares])
 
     async def open_transfer(self, num_receivers: int, backend: str, timeout_s: float) -> GroupPlace:
         """As ``SendingPolicy``."""

@@ -51,8 +51,6 @@ from skyrl_async.weights.formats import WEIGHTS_FILE
 logger = logging.getLogger(__name__)
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""Backstop inside a rank, longer than the caller's own deadline, which users set."""
 _TOTAL = "total"
 """Key of the minimised loss among a micro-batch's figures. Only the rank itself reads it."""
 
@@ -88,6 +86,7 @@ class PolicyRank:
         store_address: tuple[str, int] | None = None,
         policy_path: str | None = None,
         num_ranks_here: int | None = None,
+        collective_timeout_s: float = 1800.0,
     ) -> None:
         """Join the other ranks and load the policy.
 
@@ -96,6 +95,7 @@ class PolicyRank:
             policy_path: overrides the settings' path.
             num_ranks_here: ranks on this machine. On GPUs they share its cores for work on the host, such as an offloaded optimizer's
                 steps; Ray gives an actor one thread. None: as many threads as ``OMP_NUM_THREADS`` says.
+            collective_timeout_s: longest wait for another rank; a backstop, longer than the caller's own deadline.
 
         Raises:
             PolicyError: the policy directory cannot be used.
@@ -121,7 +121,7 @@ class PolicyRank:
             num_ranks=self._num_ranks,
             store=self._store,
             device=device,
-            timeout_s=COLLECTIVE_TIMEOUT_S,
+            timeout_s=collective_timeout_s,
         )
         try:
             self._build(device)

@@ -17,6 +17,7 @@ from skyrl_async.errors import CheckpointError, DeadlineError, TrainingError, Wo
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.metrics.trace import Trace
+from skyrl_async.runtime.heartbeat import DEFAULT
 from skyrl_async.training import rank_process
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import LOGPROBS
@@ -112,6 +113,20 @@ def test_workers_on_cuda_find_what_repeating_kernels_need_in_their_environment()
     assert environment_of(on_cuda) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     assert environment_of(replace(on_cuda, is_deterministic=False)) == {}
     assert environment_of(replace(on_cuda, device="cpu")) == {"OMP_NUM_THREADS": "1"}
+
+
+async def test_ranks_wait_for_each_other_for_longer_than_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call_each(method: str, arguments: Sequence[tuple[object, ...]]) -> None:
+        PolicyRank(TrainingSettings(policy_path="")).start(*arguments[0])  # type: ignore[arg-type]
+
+    def join(*, timeout_s: float, **_: object) -> None:
+        raise InterruptedError(f"they wait for {timeout_s:g} s")
+
+    monkeypatch.setattr(rank_process, "join", join)
+    workers = PolicyWorkers(TrainingSettings(policy_path=""), {"policy-worker-0": None}, 7200.0, DEFAULT)
+    monkeypatch.setattr(workers, "_call_each", call_each)
+    with pytest.raises(InterruptedError, match="they wait for 7260 s"):
+        await workers._rendezvous(["node"], None)
 
 
 def test_kernels_repeat_before_nccl_is_asked_for_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
