@@ -22,7 +22,6 @@ from skyrl_async.composition.logprobs import LogprobParts, stage_works
 from skyrl_async.composition.processes import Endpoint
 from skyrl_async.composition.teachers import Teacher, teacher_work
 from skyrl_async.composition.time_sharing import lease_of, lease_values, leasing_policy
-from skyrl_async.config.schema.engine import PauseModeName
 from skyrl_async.config.schema.generator import GeneratorKind
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import HARBOR_TASK
@@ -283,12 +282,10 @@ def _limit_by_cache(config: Config, staleness: _AsyncStalenessManager, pool: Eng
         return
     most = staleness.max_concurrent_generation_groups
     limit = CacheLimit(most, min(most, config.trainer.policy_mini_batch_size))
-    updates_preempt = config.engine.pause_mode is PauseModeName.keep
 
     def observe(engine: str, load: EngineLoad, of_all: EngineLoad) -> None:
-        version = pool.policy_version if updates_preempt else 0
         num_running, step = staleness.num_running, staleness.trained_version
-        if limit.observe(engine, load, of_all, in_flight=num_running, step=step, version=version):
+        if limit.observe(engine, load, of_all, in_flight=num_running, step=step):
             logger.warning(
                 "engines have preempted running requests because their caches are full: at most %d groups are in flight from now on "
                 "(trainer.limit_groups_by_cache); more room: engine.gpu_memory_utilization, or more engines",

@@ -36,8 +36,8 @@ class CacheLimit:
     least: int = 1
     """It is never below, >= 1."""
     limit: int = field(init=False)
-    _seen: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
-    """Engine -> (preemptions, version) at its last heartbeat."""
+    _seen: dict[str, int] = field(default_factory=dict, init=False)
+    """Engine -> preemptions at its last heartbeat."""
     _step: int = field(default=0, init=False)
     _is_draining: bool = field(default=False, init=False)
     _is_clear: bool = field(default=True, init=False)
@@ -46,9 +46,7 @@ class CacheLimit:
     def __post_init__(self) -> None:
         self.limit = self.most
 
-    def observe(
-        self, engine: str, load: EngineLoad, of_all: EngineLoad, *, in_flight: int, step: int, version: int
-    ) -> bool:
+    def observe(self, engine: str, load: EngineLoad, of_all: EngineLoad, *, in_flight: int, step: int) -> bool:
         """Take an engine's heartbeat. Returns whether the limit was cut.
 
         Args:
@@ -57,11 +55,9 @@ class CacheLimit:
             of_all: what the engines said last, together.
             in_flight: groups.
             step: completed optimizer steps.
-            version: of the weights, if loading them preempts requests too: then none of an engine counts since its heartbeat before it.
         """
-        num_before, version_before = self._seen.get(engine, (0, version))
-        self._seen[engine] = load.num_preemptions, version
-        has_preempted = load.num_preemptions > num_before and version == version_before
+        has_preempted = load.num_preemptions > self._seen.get(engine, 0)
+        self._seen[engine] = load.num_preemptions
         has_room = not of_all.num_waiting and of_all.cache_use < FULL
         self._is_clear = self._is_clear and not has_preempted and has_room
         if self._is_draining:

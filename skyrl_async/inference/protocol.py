@@ -44,8 +44,8 @@ class EngineLoad:
     num_cached_tokens: int = 0
     """Those that were found."""
     num_preemptions: int = 0
-    """Running requests that lost their place in the cache, and computed their keys and values again: to others, or to new weights that
-    came while requests were kept."""
+    """Running requests that lost their place in the cache to others, and computed their keys and values again. Those that a weight update
+    makes compute them again are not counted."""
     decode: Iterations = Iterations()
     """Iterations without a prefill."""
     prefill: Iterations = Iterations()

@@ -252,7 +252,8 @@ class VLLMEngine:
 
     async def _load_checked(self, update: WeightUpdate) -> None:
         try:
-            await self._control(f"load weights {update.version}", self._load, update)
+            with self._counter.loading():
+                await self._control(f"load weights {update.version}", self._load, update)
         except asyncio.CancelledError:
             self._kill(f"cancelled while loading weights {update.version}")
             raise

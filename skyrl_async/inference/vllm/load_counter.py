@@ -1,14 +1,17 @@
 """What a core says of its load after each of its steps. vLLM's own loggers would also keep metrics for Prometheus, unread here."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.protocol import EngineLoad, Iterations
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -21,15 +24,39 @@ class LoadCounter:
         """Up to the core's last step."""
         self._busy_since: float | None = None
         """When the core's last step ended, if it went on with the next one at once."""
+        self._loads: list[tuple[float, float]] = []
+        """When weights were loaded: from, to."""
 
     def listen(self, llm: "AsyncLLM") -> None:
         """Count what comes from the core of ``llm``, which was made in ``reporting_cores``."""
         processor = llm.output_processor
         processor.update_scheduler_stats = partial(self._add, processor.update_scheduler_stats)
+        processor.process_outputs = partial(self._add_preemptions, processor.process_outputs)
 
     def interrupt(self) -> None:
         """The core stands still: the time until its next step is not that step's."""
         self._busy_since = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Weights are loaded in the block: the core preempts what it keeps, for no lack of room."""
+        began = time.monotonic()
+        yield
+        self._loads.append((began, time.monotonic()))
+
+    def _add_preemptions(self, pass_on: Any, outputs: "list[EngineCoreOutput]", *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own count, with its statistics of cached prefixes, is of lookups: none without a prefix cache, and with those of loads."""
+        from vllm.v1.engine import EngineCoreEventType
+
+        events = [event for output in outputs if output.events for event in output.events]
+        times = [event.timestamp for event in events if event.type == EngineCoreEventType.PREEMPTED]
+        if num := sum(not self._is_in_load(at) for at in times):
+            self.load = replace(self.load, num_preemptions=self.load.num_preemptions + num)
+        return pass_on(outputs, *args, **kwargs)
+
+    def _is_in_load(self, at: float) -> bool:
+        index = bisect_right(self._loads, at, key=lambda load: load[0]) - 1
+        return index >= 0 and at <= self._loads[index][1]
 
     def _add(self, pass_on: Any, stats: "SchedulerStats | None") -> None:
         pass_on(stats)
@@ -41,7 +68,7 @@ class LoadCounter:
             cache_use=stats.kv_cache_usage,
             num_prompt_tokens=before.num_prompt_tokens + cache.queries + cache.preempted_queries,
             num_cached_tokens=before.num_cached_tokens + cache.hits + cache.preempted_hits,
-            num_preemptions=before.num_preemptions + cache.preempted_requests,
+            num_preemptions=before.num_preemptions,
             **self._iterations(stats),
         )
 

@@ -29,14 +29,13 @@ class Observed:
         waiting: int = 0,
         cache_use: float = 0.5,
         steps: int = 0,
-        version: int = 0,
         engine: str = "engine-0",
     ) -> bool:
         self.num_preemptions[engine] += preempted
         self.step += steps
         load = EngineLoad(num_preemptions=self.num_preemptions[engine])
         of_all = EngineLoad(num_waiting=waiting, cache_use=cache_use)
-        return self.limit.observe(engine, load, of_all, in_flight=in_flight, step=self.step, version=version)
+        return self.limit.observe(engine, load, of_all, in_flight=in_flight, step=self.step)
 
 
 def test_preemptions_take_a_quarter_of_the_groups_in_flight_at_once_and_no_more_until_these_have_drained() -> None:
@@ -78,18 +77,13 @@ def test_a_small_limit_grows_by_a_group() -> None:
     assert observed.limit.limit == 4
 
 
-def test_what_an_update_of_the_weights_preempts_says_nothing_of_the_room_and_neither_do_engines_that_begin_anew() -> (
-    None
-):
+def test_engines_that_begin_anew_say_nothing_of_the_room_until_they_preempt() -> None:
     observed = Observed(100)
-    engines = ("engine-0", "engine-1")
-    assert not any(observed.observe(80, engine=engine) for engine in engines)
-    assert not any(observed.observe(80, preempted=50, version=1, engine=engine) for engine in engines)
-    assert not any(observed.observe(80, version=1, engine=engine) for engine in engines)
+    assert observed.observe(80, preempted=50)
     observed.num_preemptions.clear()
-    assert not any(observed.observe(80, version=1, engine=engine) for engine in engines)
-    assert observed.limit.limit == 100
-    assert observed.observe(80, preempted=1, version=1, engine="engine-1")
+    assert not any(observed.observe(60, engine=engine) for engine in ("engine-0", "engine-1"))
+    assert observed.limit.limit == 60
+    assert observed.observe(60, preempted=1)
 
 
 class LimitMachine(RuleBasedStateMachine):

@@ -278,6 +278,24 @@ async def test_a_heartbeat_says_how_many_tokens_of_prompts_were_cached(engine_0:
     assert (after.num_waiting, after.num_preemptions) == (0, before.num_preemptions)
 
 
+@pytest.mark.parametrize("caches_prefixes", [True, False])
+async def test_a_heartbeat_says_how_often_requests_lost_their_room_and_an_update_takes_none_from_those_it_keeps(
+    policy_dir: Callable[[int, bool], Path], tmp_path: Path, caches_prefixes: bool
+) -> None:
+    room = {"num_gpu_blocks_override": 1 + MAX_MODEL_LEN // 128}  # for one answer of full length
+    engine = await start(policy_dir(0, False), enable_prefix_caching=caches_prefixes, extra_args=room)
+    try:
+        kept = asyncio.ensure_future(engine.generate(make_request("kept", max_tokens=200)))
+        await wait_for_blocks(engine, 2, num_others=1)
+        await publish(engine, make_update(policy_dir(1, False), tmp_path, 1), PauseMode.KEEP)
+        assert set((await kept).versions) == {0, 1}
+        assert (await engine.ping()).num_preemptions == 0
+        await generate_all(engine, [make_request(str(i), max_tokens=400) for i in range(2)])
+        assert (await engine.ping()).num_preemptions > 0
+    finally:
+        await engine.close()
+
+
 async def test_a_heartbeat_says_what_was_computed_in_iterations_that_follow_each_other_and_how_long_they_took(
     engine_0: VLLMEngine,
 ) -> None:
