@@ -30,7 +30,7 @@ from skyrl_async.config.rules.devices import engine_device, training_device
 from skyrl_async.config.rules.placement import devices_are_shared, stage_sizes
 from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import Device, from_section
-from skyrl_async.config.schema.run import Config
+from skyrl_async.config.schema.run import Config, WeightTransfer
 from skyrl_async.endpoint.sessions.settings import SessionLimits, SessionSettings
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engine_life import EngineLife
@@ -247,6 +247,7 @@ class Processes:
             num_cpus=resources.num_cpus,
             num_gpus=resources.num_gpus,
             scheduling_strategies=resources.strategies,
+            must_be_here=config.weight_sync.transfer is WeightTransfer.shm,
             start_timeout_s=engine.start_timeout_s,
             log_dir=self.run_dir / "logs",
             lives=lives,

@@ -20,7 +20,6 @@ from skyrl_async.composition.processes import is_supervised
 from skyrl_async.composition.time_sharing import leasing_policy
 from skyrl_async.config.rules.placement import BROADCASTS, broadcast_backend
 from skyrl_async.config.schema.run import Config, WeightTransfer
-from skyrl_async.errors import ConfigError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.policy_files import read_manifest
 from skyrl_async.metrics.trace import Trace
@@ -92,7 +91,7 @@ def make_publisher(
     """Make a publisher; its buckets are deleted with ``stack``.
 
     The policy gathers under a lease on devices that it shares (``groups``), and sends without one: engines that may hold them wait for
-    it. ``follower`` loads each version after the engines. Raises ``ConfigError`` when an engine cannot read what is published.
+    it. ``follower`` loads each version after the engines.
     """
     directory = stack.enter_context(directory_in_memory(shared_memory()))
     publisher = WeightPublisher(
@@ -110,7 +109,7 @@ def make_publisher(
         max_retries=config.weight_sync.max_retries,
         hold_engines=time_sharing.holding if time_sharing else contextlib.nullcontext,
         followers=() if follower is None else (follower.load_weights,),
-        broadcast=make_broadcast(config, client, policy) if is_supervised(config) else None,
+        broadcast=make_broadcast(config, policy) if is_supervised(config) else None,
         share=from_devices(policy) if config.weight_sync.transfer is WeightTransfer.ipc else from_files_alone,
     )
     stack.callback(publisher.close)
@@ -125,17 +124,12 @@ def _verifies_checksums(config: Config) -> bool | None:
     return is_wanted
 
 
-def make_broadcast(config: Config, client: InferenceEngineClient, sender: SendingPolicy) -> WeightBroadcast | None:
+def make_broadcast(config: Config, sender: SendingPolicy) -> WeightBroadcast | None:
     """Make what sends weights to engines that cannot or should not map the trainer's files; None where all map them."""
     from skyrl_async.inference.engines.ray import is_on_this_machine
 
     transfer = config.weight_sync.transfer
     if transfer is WeightTransfer.shm:
-        if elsewhere := [engine.name for engine in client.engines if not is_on_this_machine(engine)]:
-            raise ConfigError(
-                f"weight_sync.transfer must be auto, gloo or nccl where engines run on other machines than the trainer, got shm: "
-                f"{', '.join(elsewhere)} cannot map what is published here"
-            )
         return None
     return WeightBroadcast(
         policy=sender,

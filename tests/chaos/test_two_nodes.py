@@ -18,8 +18,8 @@ from skyrl_async.composition.publishing import make_broadcast
 from skyrl_async.composition.ray_cluster import ActorResources
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import EngineConfig
-from skyrl_async.config.schema.run import Config, WeightSyncConfig, WeightTransfer
-from skyrl_async.errors import ConfigError
+from skyrl_async.config.schema.run import Config
+from skyrl_async.errors import ConfigError, EngineStartError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, is_on_this_machine, start_ray_engines
 from skyrl_async.inference.fleet import Fleet
@@ -111,6 +111,24 @@ async def test_workers_that_load_what_is_published_are_on_the_trainer_s_node_or_
         assert parts.old is not None
 
 
+async def test_engines_that_map_what_is_published_are_put_on_the_trainer_s_node_or_refused_before_they_boot(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    policy_dir = make_policy(tmp_path / "policy", seed=0, is_tied=False)
+    config = from_overrides("weight_sync.transfer=shm", "engine.device=cpu", "training.device=cpu")
+    async with contextlib.AsyncExitStack() as stack:
+        elsewhere = Processes(config, Ready(policy_dir), policy_dir, tmp_path, stack, Elsewhere(nodes[1]))
+        elsewhere._served = policy_dir
+        with pytest.raises(EngineStartError, match="got shm: engine-0 could not map what is published here"):
+            await elsewhere._start_vllm(["engine-0"], {})
+        assert not (tmp_path / "logs" / "engine-0.log").read_text()
+        anywhere = Processes(config, Ready(policy_dir), policy_dir, tmp_path, stack, None)
+        anywhere._served = policy_dir
+        for engine in await anywhere._start_vllm([f"engine-{i}" for i in range(1, 4)], {}):
+            stack.push_async_callback(engine.close)
+            assert is_on_this_machine(engine)
+
+
 async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_it_is_started_anew(
     nodes: list[str], tmp_path: Path
 ) -> None:
@@ -127,9 +145,7 @@ async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_i
             stack.push_async_callback(engine.close)
         assert [is_on_this_machine(engine) for engine in engines] == [True, False]
         client = InferenceEngineClient(engines, max_model_len=MAX_MODEL_LEN)
-        with pytest.raises(ConfigError, match="got shm: engine-1 cannot map what is published here"):
-            make_broadcast(Config(weight_sync=WeightSyncConfig(transfer=WeightTransfer.shm)), client, policy)
-        broadcast = make_broadcast(Config(), client, policy)
+        broadcast = make_broadcast(Config(), policy)
         assert broadcast is not None
         publisher = WeightPublisher(
             client=client,

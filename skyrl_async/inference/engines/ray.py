@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
@@ -31,6 +31,7 @@ from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpda
 
 logger = logging.getLogger(__name__)
 
+Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 _NUM_LOG_LINES_SHOWN = 20
 _GRACE_S = 5.0
 """How much longer the caller waits, so that an engine misses its own deadline first and says why."""
@@ -178,7 +179,11 @@ class RayEngine:
 
 def is_on_this_machine(engine: InferenceEngine) -> bool:
     """Whether the engine can map files in this machine's shared memory."""
-    return not isinstance(engine, RayEngine) or engine.node_id == ray.get_runtime_context().get_node_id()
+    return not isinstance(engine, RayEngine) or engine.node_id == _this_node()
+
+
+def _this_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 async def start_ray_engines(
@@ -186,7 +191,8 @@ async def start_ray_engines(
     *,
     num_cpus: float = 0.0,
     num_gpus: float = 0.0,
-    scheduling_strategies: Sequence[PlacementGroupSchedulingStrategy] | None = None,
+    scheduling_strategies: Sequence[Strategy] | None = None,
+    must_be_here: bool = False,
     start_timeout_s: float = 300.0,
     log_dir: Path,
     lives: Mapping[str, EngineLife] = MappingProxyType({}),
@@ -199,6 +205,8 @@ async def start_ray_engines(
         num_cpus: CPU slots that Ray reserves per engine.
         num_gpus: GPUs per engine.
         scheduling_strategies: where Ray puts each engine; None leaves that to Ray.
+        must_be_here: they map what is published on this machine. Without strategies Ray is asked to put them here, and one that is
+            elsewhere is refused before it boots.
         start_timeout_s: longest boot of one engine, in seconds.
         log_dir: each engine writes ``<name>.log`` there; made if missing.
         lives: by name. An engine killed while it boots takes one of its restarts, and boots again under its name.
@@ -210,13 +218,15 @@ async def start_ray_engines(
     log_paths = _log_paths(configs, log_dir)
     are_apart = scheduling_strategies is not None or not 0 < num_gpus <= 0.5
     booting = contextlib.nullcontext() if are_apart else boot_lock or asyncio.Lock()
-    strategies = scheduling_strategies or [None] * len(configs)
+    # Ray puts an actor that asks for no resources anywhere, unless it must be on a node.
+    here = NodeAffinitySchedulingStrategy(_this_node(), soft=num_cpus + num_gpus > 0) if must_be_here else None
+    strategies = scheduling_strategies or [here] * len(configs)
     boots = {}
     with contextlib.ExitStack() as on_failure:
         for config, log_path, strategy in zip(configs, log_paths, strategies, strict=True):
             make_actor = partial(_make_actor, config, log_path, num_cpus, num_gpus, strategy, on_failure)
             life = lives.get(config.name)
-            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, booting, life)
+            boots[config.name] = _boot(make_actor, config.name, log_path, start_timeout_s, booting, life, must_be_here)
         engines = list(await run_together(boots))
         on_failure.pop_all()
     return engines
@@ -245,7 +255,7 @@ def _make_actor(
     log_path: Path,
     num_cpus: float,
     num_gpus: float,
-    strategy: PlacementGroupSchedulingStrategy | None,
+    strategy: Strategy | None,
     on_failure: contextlib.ExitStack,
 ) -> ActorHandle:
     environment = {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -270,12 +280,18 @@ async def _boot(
     timeout_s: float,
     boot_lock: contextlib.AbstractAsyncContextManager[None],
     life: EngineLife | None,
+    must_be_here: bool,
 ) -> RayEngine:
     """Start one engine, under ``boot_lock``; again if it is killed meanwhile and its ``life`` has restarts left."""
     while True:
         actor = make_actor()
         try:
             async with boot_lock, asyncio.timeout(timeout_s):
+                if must_be_here and await actor.node_id.remote() != _this_node():
+                    raise EngineStartError(
+                        "weight_sync.transfer must be auto, gloo or nccl where engines run on other machines than the trainer, got shm: "
+                        f"{name} could not map what is published here"
+                    )
                 return RayEngine(name, actor, await actor.start.remote())
         except TimeoutError:
             reason = f"engine {name} was not up within {timeout_s:g} s (engine.start_timeout_s)"

@@ -54,6 +54,10 @@ class EngineActor:
         self._server: asyncio.Server
         self._calls = OpenCalls()
 
+    async def node_id(self) -> str:
+        """Ray's name of the machine that it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     async def start(self) -> StartedEngine:
         """Boot, and sample one token: vLLM boots with models that its kernels for the device then turn out not to support."""
         self._engine = await VLLMEngine.start(self._config)
@@ -66,7 +70,7 @@ class EngineActor:
         self._server, address = await listen(ray.util.get_node_ip_address(), self)
         return StartedEngine(
             max_model_len=self._engine.max_model_len,
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=await self.node_id(),
             address=address,
             call_timeout_s=self._config.call_timeout_s,
             checksum_timeout_s=self._config.checksum_timeout_s,
