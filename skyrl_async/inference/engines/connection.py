@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from skyrl_async.errors import EngineDeadError, InferenceError
+from skyrl_async.errors import EngineDeadError, InferenceError, SkyRLAsyncError
 from skyrl_async.types import EngineOutput, EngineRequest
 
 _NUM_LENGTH_BYTES = 4
@@ -229,11 +229,12 @@ class EngineListener(_Messages):
     def _sending_errors(self, number: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            try:
-                self.send(number, error)
-            except Exception:  # not every error of other packages can be pickled
-                self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
+        except SkyRLAsyncError as error:
+            self.send(number, error)
+        except (
+            Exception
+        ) as error:  # of other packages: the caller may lack the class, or be unable to make one of what was pickled
+            self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
 
 
 async def listen(host: str, engine: Sampling) -> tuple[asyncio.Server, EngineAddress]:

@@ -28,6 +28,13 @@ def tokens(number: int, finish_reason: FinishReason | None = None) -> EngineOutp
     return EngineOutput(token_ids=(number,), logprobs=(-0.5,), versions=versions, finish_reason=finish_reason)
 
 
+class OfTwoArguments(Exception):
+    """Can be pickled, and not made again of what was."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}, {text}")
+
+
 class CountingEngine:
     """Samples 0, 1, 2, ...; what it does with some requests is in their names."""
 
@@ -56,6 +63,8 @@ class CountingEngine:
             raise PromptTooLongError(9, 8)
         if asked.request_id == "strange":
             raise type("LocalError", (Exception,), {})("of no module")
+        if asked.request_id == "of two arguments":
+            raise OfTwoArguments(7, "lost on the way")
         if asked.request_id == "held":
             self.held.set()
             try:
@@ -101,13 +110,16 @@ async def test_calls_beside_each_other_get_their_own_tokens(name: str) -> None:
     assert output.result() == [tokens(0, FinishReason.STOP)]
 
 
-async def test_errors_cross_as_themselves_and_what_cannot_cross_is_an_inference_error() -> None:
+async def test_our_errors_cross_as_themselves_and_those_of_other_packages_are_inference_errors() -> None:
     async with connected() as (_, connection, _):
         with pytest.raises(PromptTooLongError) as too_long:
             await collect(connection, request("too long"), streams=False)
         assert too_long.value.num_prompt_tokens == 9
-        with pytest.raises(InferenceError, match="LocalError: of no module"):
-            await collect(connection, request("strange"), streams=False)
+        for name, expected in (("strange", "LocalError: of no module"), ("of two arguments", "7, lost on the way")):
+            with pytest.raises(InferenceError, match=expected) as failed:
+                await collect(connection, request(name), streams=False)
+            assert not isinstance(failed.value, EngineDeadError)
+        assert await collect(connection, request("one"), streams=False)
 
 
 @pytest.mark.parametrize("streams", [False, True])
