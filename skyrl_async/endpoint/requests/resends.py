@@ -116,10 +116,14 @@ class SessionRequests:
 
     def begin(self, identity: RequestIdentity, produce: Produce, commit: Callable[[], None]) -> SharedRequest:
         """A new request in flight; ``commit`` is called once a client has its whole answer."""
+        # Once an equal request without a mark is answered, what was cut off before that one will not be resent.
+        num_given_up = 0 if identity.is_resend else self._cut_off[identity.name]
 
         def delivered(shared: SharedRequest) -> None:
             commit()
             self._delivered(identity, shared)
+            if num_given_up:
+                self._cut_off[identity.name] = max(0, self._cut_off[identity.name] - num_given_up)
 
         if self._last is not None and self._last[0] == identity.name:
             self._last = None  # from now on it is this one that would be resent

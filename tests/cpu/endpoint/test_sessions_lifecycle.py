@@ -505,6 +505,21 @@ async def test_an_abandoned_request_is_cancelled_in_the_engine_and_not_recorded(
     assert (sampler.num_begun, sampler.num_cancelled, len(rows)) == (2, 1, 1)
 
 
+async def test_a_request_that_was_given_up_costs_no_later_one_its_replay(sampler: HeldSampler) -> None:
+    sampler.is_held = True
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        leaving = asyncio.ensure_future(session.post([user()]))
+        await sampler.asked.wait()
+        await give_up(leaving)
+        await sampler.cancelled.wait()
+        sampler.is_held = False
+        again = await session.post([user()])
+        replay = await session.post([user()], retry=1)
+        assert (await session.status())["num_turns"] == 1
+    assert replay.content == again.content
+
+
 async def give_up(request: "asyncio.Future[Any]") -> None:
     request.cancel()
     with contextlib.suppress(asyncio.CancelledError):
