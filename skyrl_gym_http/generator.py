@@ -23,7 +23,9 @@ from skyrl_async.types import Completion, FinishReason
 
 _NO_ENGINE = "no_engine"
 """Code of the endpoint's 503 when it has no engine to ask."""
-_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens, but the (?:prompt has (?:at least )?(\d+)|body)")
+_OVERFLOW = re.compile(
+    r"(?:maximum context length|max_total_tokens) is (\d+) tokens, but the (?:prompt has (?:at least )?(\d+)|body)"
+)
 
 
 class SkyRLGymHTTPGenerator(EpisodeGenerator):

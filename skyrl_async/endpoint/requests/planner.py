@@ -37,7 +37,8 @@ class Planner:
     async def plan(self, requests: Sequence[GenerationRequest]) -> list[Planned]:
         """Render the prompts and check that they fit.
 
-        Raises ``ApiError`` if messages cannot be rendered, ``PromptTooLongError`` if no room is left for an answer.
+        Raises ``ApiError`` if messages cannot be rendered or ``max_total_tokens`` leaves no room for an answer, ``PromptTooLongError`` if
+        the model's context leaves none.
         """
         length = text_length(
             [(one.messages, one.raw_prompt, one.prefix_token_ids, one.tools, one.bad_words) for one in requests]
@@ -48,10 +49,15 @@ class Planner:
 
         try:
             return await self._long_work.tokenize(self._session, planned, is_long=length > LONG_TEXT)
-        except PromptTooLongError:
+        except PromptTooLongError as error:
+            num_tokens, limit = error.num_prompt_tokens, self._max_model_len
+            if num_tokens < limit:
+                message = f"is {error.max_model_len} tokens, but the prompt has at least {num_tokens} (context_length_exceeded)"
+                advice = "shorten the prompt or raise max_total_tokens"
+                raise refused("max_total_tokens", f"{message}; {advice}", code="context_length_exceeded") from None
             if self._session is not None:
                 self._session.count_overflow()
-            raise
+            raise PromptTooLongError(num_tokens, limit, error.num_characters) from None
 
     def _planned(self, request: GenerationRequest) -> Planned:
         limit = min(self._max_model_len, request.max_total_tokens or self._max_model_len)

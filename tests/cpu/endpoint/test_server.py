@@ -214,16 +214,15 @@ async def test_prefix_token_ids_are_continued_without_tokenizing_sampled_text_ag
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("limit", [{}, {"max_total_tokens": 10}])
+@pytest.mark.parametrize("fields", [{}, {"max_total_tokens": 10}])
 async def test_an_overlong_prompt_gets_the_body_that_harnesses_recognise(
-    is_streamed: bool, limit: dict[str, int]
+    is_streamed: bool, fields: dict[str, int]
 ) -> None:
-    long = [{"role": "user", "content": "x" * 100}] if not limit else HELLO
     async with endpoint() as running:
         with pytest.raises(openai.BadRequestError) as caught:
-            await running.chat(messages=long, stream=is_streamed, extra_body=limit)
-    assert caught.value.code == "context_length_exceeded"
-    assert f"This model's maximum context length is {limit.get('max_total_tokens', 100)} tokens" in str(caught.value)
+            await running.chat(messages=[{"role": "user", "content": "x" * 100}], stream=is_streamed, extra_body=fields)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert "This model's maximum context length is 100 tokens" in str(caught.value)
     assert "context_length_exceeded" in caught.value.message
 
 

@@ -261,6 +261,21 @@ async def test_overflows_are_told_exactly_and_counted(sampler: HeldSampler) -> N
     assert row["is_truncated"]
 
 
+async def test_a_prompt_above_the_requests_own_limit_is_no_overflow_of_the_model(sampler: HeldSampler) -> None:
+    async with endpoint(sampler) as served:
+        session = await served.begin()
+        await session.post([user()])
+        refused = [await session.post([user()], max_total_tokens=5, stream=stream) for stream in (False, True) * 2]
+        status = await session.status()
+        (row,) = await session.finish()
+    for response in refused:
+        error = error_of(response)
+        assert response.status_code == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_total_tokens")
+        assert error["message"].startswith("max_total_tokens is 5 tokens, but the prompt has at least ")
+    assert (status["num_overflows"], status["was_cut_short"], row["is_truncated"]) == (0, False, False)
+
+
 @contextlib.asynccontextmanager
 async def aging(sampler: HeldSampler) -> AsyncIterator[tuple[Endpoint, list[float]]]:
     """An endpoint whose sessions live by a clock of the test's."""
