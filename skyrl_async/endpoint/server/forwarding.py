@@ -34,7 +34,9 @@ class Forwarding:
         self._server = server
         self._peers: tuple[str, ...] = ()
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=10.0), limits=httpx.Limits(max_connections=None)
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # a proxy of the environment does not reach the front ends, and would see their keys
         )
 
     def connect(self, peers: tuple[str, ...]) -> None:

@@ -361,6 +361,26 @@ async def test_a_forwarded_body_has_the_same_limits() -> None:
     assert late.startswith(b"HTTP/1.1 408 ")
 
 
+async def test_a_request_is_forwarded_past_the_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarding: list[Forwarding] = []
+
+    def around(app: Any) -> Forwarding:
+        with monkeypatch.context() as environment:
+            environment.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+            environment.delenv("NO_PROXY", raising=False)
+            environment.delenv("no_proxy", raising=False)
+            forwarding.append(Forwarding(app, 1, ServerConfig()))
+        return forwarding[0]
+
+    async with endpoint(ScriptedSampler()) as owner, endpoint(ScriptedSampler(), around=around) as other:
+        forwarding[0].connect((owner.url, other.url))
+        session = await owner.begin()
+        async with other.client(session.key) as client:
+            response = await client.post("/v1/chat/completions", json={"messages": [user()]})
+        await forwarding[0].close()
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.slow
 async def test_a_stream_goes_on_beside_a_huge_body() -> None:
     """The bound is generous: machines are shared. Tokenizing this body takes seconds."""
