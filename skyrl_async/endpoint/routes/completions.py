@@ -68,18 +68,20 @@ class CompletionCall(ChoicesCall[CompletionRequest]):
     objects = ("text_completion", "text_completion")
 
     def whole(self, plan: Planned, answer: Answer) -> dict[str, Any]:
-        return self._own(plan, self._echo(plan) + answer.parts.content)
+        return {"text": self._echo(plan) + answer.parts.content} | self._origin(plan)
 
     def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
-        return self._own(plan, ("" if written.num_blocks else self._echo(plan)) + block.parts.content)
+        if written.num_blocks:
+            return {"text": block.parts.content}
+        return {"text": self._echo(plan) + block.parts.content} | self._origin(plan)
 
     def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         return completion_logprobs(tokens, self._renderer, num_characters, as_ids=self._body.return_tokens_as_token_ids)
 
-    def _own(self, plan: Planned, text: str) -> dict[str, Any]:
-        return {"text": text} | ({"prompt_token_ids": plan.prompt_token_ids} if self._body.return_token_ids else {})
+    def _origin(self, plan: Planned) -> dict[str, Any]:
+        return {"prompt_token_ids": plan.prompt_token_ids} if self._body.return_token_ids else {}
 
     def _echo(self, plan: Planned) -> str:
         return self._renderer.decode(plan.prompt_token_ids) if self._body.echo else ""
