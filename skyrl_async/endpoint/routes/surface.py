@@ -101,8 +101,7 @@ class ChoicesCall(ABC, Generic[B]):
     def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
         """The chunks for one block of a choice."""
         own = self.piece(plan, block, written)
-        finish_reason = None if block.answer is None else block.answer.finish_reason
-        return [self.chunk(self._choice(index, own, block.delta, finish_reason, written.num_characters))]
+        return [self.chunk(self._choice(index, own, block.delta, block.answer, written.num_characters))]
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer."""
@@ -113,8 +112,7 @@ class ChoicesCall(ABC, Generic[B]):
 
         def choices() -> list[dict[str, Any]]:
             return [
-                self._choice(i, self.whole(plan, answer), answer.completion, answer.finish_reason)
-                | {"stop_reason": answer.stop_reason}
+                self._choice(i, self.whole(plan, answer), answer.completion, answer)
                 for i, ((plan, _), answer) in enumerate(zip(self._choices, answers, strict=True))
             ]
 
@@ -140,12 +138,14 @@ class ChoicesCall(ABC, Generic[B]):
         index: int,
         own: dict[str, Any],
         tokens: Completion | CompletionDelta,
-        finish_reason: str | None,
+        answer: Answer | None,
         num_characters: int = 0,
     ) -> dict[str, Any]:
         logprobs = self.logprobs(tokens, num_characters)
         origin = provenance(tokens) if self._body.return_token_ids else {}
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason} | origin
+        finish_reason, stop_reason = (None, None) if answer is None else (answer.finish_reason, answer.stop_reason)
+        ends = {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        return {"index": index, **own, "logprobs": logprobs} | ends | origin
 
     async def _stream_choice(self, index: int, emit: Emit) -> Completion:
         """Emit one choice's chunks, and return its completion."""

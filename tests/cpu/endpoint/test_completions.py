@@ -106,9 +106,10 @@ async def test_a_stop_string_is_left_out_and_named() -> None:
     sampler = HeldSampler()
     async with clients(sampler) as (client, _):
         reply = await complete(client, "hello", stop=["lo"])
-        texts, _ = await streamed(client, "hello", stop=["lo"])
+        texts, chunks = await streamed(client, "hello", stop=["lo"])
     assert (reply.choices[0].text, reply.choices[0].model_extra["stop_reason"]) == ("hél", "lo")
     assert texts == {0: "hél"}
+    assert [chunk.choices[0].model_extra["stop_reason"] for chunk in chunks] == [None, "lo"]
 
 
 async def test_an_answer_cut_by_the_budget_ends_with_length() -> None:

@@ -154,8 +154,10 @@ async def test_a_stop_string_is_left_out_of_the_text_and_named(stop: Any) -> Non
     sampler = ScriptedSampler()
     async with endpoint(sampler) as running:
         reply = await running.chat(stop=stop)
+        chunks = [chunk async for chunk in await running.chat(stop=stop, stream=True)]
     assert reply.choices[0].message.content == "hél"
     assert reply.choices[0].model_extra["stop_reason"] == "lo"
+    assert chunks[-1].choices[0].model_extra["stop_reason"] == "lo"
     assert sampler.sampled[0].stop == (("lo",) if isinstance(stop, str) else ("lo", "zz"))
 
 
