@@ -223,7 +223,7 @@ class ResponsesRequest(ToolFields, SamplingFields):
                 raise refused(name, f"is not supported; {advice}", code="unsupported_parameter")
         request = self.generation(
             session_header,
-            self.max_output_tokens,
+            self.max_output_tokens or self.max_tokens,
             format_of(self.text_format, "text.format"),
             num_top_logprobs=self.top_logprobs,
             shows_logprobs=self.has_logprobs,

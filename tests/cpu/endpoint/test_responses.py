@@ -141,9 +141,11 @@ async def test_the_sdks_stream_helper_accumulates_text_calls_and_parsed_output()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_answer_cut_by_the_budget_is_incomplete_and_says_why(is_streamed: bool) -> None:
+@pytest.mark.parametrize("name", ["max_output_tokens", "max_tokens"])
+async def test_an_answer_cut_by_the_budget_is_incomplete_and_says_why(name: str, is_streamed: bool) -> None:
+    fields: Any = {"model": "policy", "input": "hello", "stream": is_streamed, "extra_body": {name: 4}}
     async with client_of(ScriptedSampler()) as client:
-        response = await client.responses.create(model="policy", input="hello", max_output_tokens=4, stream=is_streamed)
+        response = await client.responses.create(**fields)
         if is_streamed:
             events = [event async for event in response]
             assert events[-1].type == "response.incomplete"
