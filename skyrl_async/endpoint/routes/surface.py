@@ -206,9 +206,12 @@ class ItemsCall(ABC, Generic[B]):
     async def stream(self, emit: Emit) -> None:
         """The answer in events."""
         self._emit = emit
-        self.begin()
+        is_begun = False
         async with aclosing(self._planned.stream()) as blocks:
             async for block in blocks:
+                if not is_begun:  # not before: until the first event a failure has a status of its own
+                    self.begin()
+                    is_begun = True
                 self._write(block.parts, block.delta)
         assert block.answer is not None, "a stream ends with its answer"
         self._finish(block.answer)

@@ -596,6 +596,15 @@ async def test_a_held_stream_of_a_session_is_kept_alive_by_comments(
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", HELLO),
+    ],
+)
+@pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
         (RequestRefusedError("the JSON schema cannot be followed"), 400, "invalid_value"),
@@ -603,16 +612,17 @@ async def test_a_held_stream_of_a_session_is_kept_alive_by_comments(
     ],
 )
 async def test_a_failure_before_the_first_token_has_its_status_even_in_a_stream_and_leaves_no_turn(
-    sampler: HeldSampler, failure: Exception, status: int, code: str, is_streamed: bool
+    sampler: HeldSampler, failure: Exception, status: int, code: str, path: str, body: dict[str, Any], is_streamed: bool
 ) -> None:
     sampler.failure = failure
+    body = {**body, "stream": is_streamed}
     async with endpoint(sampler) as served:
         session = await served.begin()
-        failed = await session.post([user()], stream=is_streamed)
+        failed = await session.http.post(path, json=body)
         sampler.failure = None
-        retried = await session.post([user()], stream=is_streamed, retry=1)
+        retried = await session.http.post(path, json=body, headers={RETRY_HEADER: "1"})
         rows = await session.finish()
-    assert (failed.status_code, error_of(failed)["code"]) == (status, code)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (status, code)
     assert retried.status_code == 200
     assert len(rows) == 1
 
