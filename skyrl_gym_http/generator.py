@@ -163,7 +163,7 @@ def parse_reply(reply: ChatCompletion) -> Turn:
             token_ids=token_ids,
             logprobs=_extension(found, "token_logprobs", num_tokens),
             versions=VersionSpans.from_json(_extension(found, "policy_versions"), num_tokens),
-            text=choice.message.content or "",
+            text=found.get("text") or choice.message.content or "",
             finish_reason=FinishReason(choice.finish_reason),
             num_aborts=int(found.get("num_aborts") or 0),
             engines=tuple(found.get("engines") or ()),

@@ -65,7 +65,7 @@ class ChatCall(ChoicesCall[ChatCompletionRequest]):
         completion = answer.completion
         text_ends = self._renderer.text_ends(completion.token_ids)
         origin = {name: getattr(completion, name) for name in ("num_aborts", "engines", "engine_seconds", "asked_at")}
-        return {"message": message, "text_ends": text_ends} | origin
+        return {"message": message, "text": completion.text, "text_ends": text_ends} | origin
 
     def piece(self, plan: Planned, block: AnswerBlock, written: Written) -> dict[str, Any]:
         delta = _delta(block.parts)

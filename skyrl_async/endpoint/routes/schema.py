@@ -146,7 +146,7 @@ class SamplingFields(Body):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     """Answer with ``prompt_token_ids`` and, per choice, ``token_ids``, ``token_logprobs``, ``policy_versions``; whole
-    replies also with ``text_ends``, ``num_aborts``, ``engines``, ``engine_seconds`` and ``asked_at``."""
+    replies also with ``text``, ``text_ends``, ``num_aborts``, ``engines``, ``engine_seconds`` and ``asked_at``."""
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probs as ``token_id:5``."""
     session_id: Label | None = None

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
+from skyrl_async.chat import ChatRenderer
 from skyrl_async.chat.turns import TurnSplitter
 from skyrl_async.columns import token_ids
+from skyrl_async.endpoint.parsing.answer_parser import AnswerParser
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.serve import start_server
 from skyrl_async.errors import GenerationError, NoEngineError, PromptTooLongError
@@ -35,6 +37,7 @@ from skyrl_async.types import (
     Trajectory,
 )
 from skyrl_gym_http import SkyRLGymHTTPGenerator
+from tests.cpu.chat_templates import qwen3
 from tests.cpu.tiny_chat import END, RENDERER, TOKENIZER, spelled
 
 
@@ -241,6 +244,24 @@ async def test_engine_calls_over_http_are_told_to_the_trainer() -> None:
         await generator.generate(asked)
         await generator.close()
     assert calls == [("engine-3", 6, 0.5)] * 2 and asked.progress.work[0].engines == ("engine-3",)
+
+
+async def test_an_environment_sees_reasoning_and_may_shorten_what_follows_it() -> None:
+    tokenizer = qwen3()
+    renderer, written = ChatRenderer(tokenizer), "<think>\nhm\n</think>\n\nyes and more"
+    prompt = renderer.render([{"role": "user", "content": "hello"}])
+    app = create_app(ScriptedSampler([written]), renderer, api_keys=["k"], parser=AnswerParser.of(tokenizer))
+    kept, envs = written.removesuffix(" and more"), [Quiz(1), Quiz(1)]
+    for env in envs:
+        env.postprocessed = kept
+    async with start_server(app) as (host, port):
+        over_http = SkyRLGymHTTPGenerator(f"http://{host}:{port}/v1", "k", "policy", lambda *_: envs[0])
+        (row,) = await over_http.generate(request())
+        await over_http.close()
+    (expected,) = await GymGenerator(ScriptedSampler([written]), renderer, lambda *_: envs[1]).generate(request())
+    assert [env.actions for env in envs] == [[written]] * 2
+    assert tuple(row.prompt_token_ids) == tuple(prompt)
+    assert tuple(row.response_token_ids) == tuple(expected.response_token_ids) == spelled(kept)
 
 
 async def test_a_turn_ended_by_a_stop_string_reaches_the_environment_whole_and_gets_its_end_of_turn(play: Play) -> None:
