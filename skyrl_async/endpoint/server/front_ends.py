@@ -54,6 +54,7 @@ class FrontEnd:
     """Called once the process cannot be replaced; None raises the reason."""
     actor: Any = field(default=None, init=False)
     _num_restarts: int = field(default=0, init=False)
+    _peers: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         server = self.settings.server
@@ -82,11 +83,12 @@ class FrontEnd:
                     self._count_restart(f"did not come up ({_first_line(error)})")
                     self.kill()
 
-    async def connect_in_time(self, peers: tuple[str, ...]) -> None:
-        """Call ``connect`` for the first time; ``supervise`` handles a dead process. Also raises ``DeadlineError``."""
+    async def connect(self, peers: tuple[str, ...]) -> None:
+        """Pass the addresses of all front ends to the process; ``supervise`` replaces a dead one. Raises ``DeadlineError``."""
+        self._peers = peers
         async with self._start_deadline("answer"):
             with suppress(RayActorError):
-                await self.connect(peers)
+                await _as_own_errors(self.actor.connect.remote(peers))
 
     @asynccontextmanager
     async def _start_deadline(self, what: str) -> AsyncIterator[None]:
@@ -101,12 +103,8 @@ class FrontEnd:
     async def start(self) -> None:
         """Start a process that serves. Errors raised in it keep their class."""
         server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0)
-        self.actor = server.remote(self.settings, self.engines, self.index)
+        self.actor = server.remote(self.settings, self.engines, self.index, self._peers)
         self.host, self.port = await _as_own_errors(self.actor.start.remote(self.host, self.port))
-
-    async def connect(self, peers: tuple[str, ...]) -> None:
-        """Pass the addresses of all front ends to the process."""
-        await _as_own_errors(self.actor.connect.remote(peers))
 
     async def follow(self, engines: Sequence[InferenceEngine]) -> None:
         """Send requests to ``engines`` from now on. Raises ``InferenceError`` if the process is gone."""
@@ -125,7 +123,7 @@ class FrontEnd:
         if self.actor is not None:
             ray.kill(self.actor)
 
-    async def supervise(self, peers: tuple[str, ...]) -> None:
+    async def supervise(self) -> None:
         """Replace the process whenever it dies or falls silent; returns when the server was stopped, or has failed.
 
         Raises ``InferenceError`` when ``max_restarts`` are used up and there is no ``on_failure``.
@@ -136,7 +134,7 @@ class FrontEnd:
                     self._count_restart(reason)
                     self.outages.begin(self._name)
                     self.kill()
-                    reason = await self._replace(peers)
+                    reason = await self._replace()
                 self.outages.end(self._name)
         except SkyRLAsyncError as error:
             if self.on_failure is None:
@@ -156,12 +154,11 @@ class FrontEnd:
         self._num_restarts += 1
         logger.warning("%s %s: another takes its place", name, reason)
 
-    async def _replace(self, peers: tuple[str, ...]) -> str | None:
+    async def _replace(self) -> str | None:
         """Start another process; returns why it does not serve, or None if it does."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._start_again()
-                await self.connect(peers)
         except SkyRLAsyncError:
             raise
         except Exception as error:  # its death, its silence or any other failure
@@ -216,9 +213,9 @@ async def endpoint_processes(
     try:
         await run_together({f"start-front-end-{i}": one.start_in_time() for i, one in enumerate(front_ends)})
         peers = tuple(one.url for one in front_ends)
-        await run_together({f"connect-front-end-{i}": one.connect_in_time(peers) for i, one in enumerate(front_ends)})
+        await run_together({f"connect-front-end-{i}": one.connect(peers) for i, one in enumerate(front_ends)})
         async with task_group() as tasks:
-            supervising = [tasks.create_task(one.supervise(peers), name=f"front-end-{one.port}") for one in front_ends]
+            supervising = [tasks.create_task(one.supervise(), name=f"front-end-{one.port}") for one in front_ends]
             try:
                 yield front_ends
             finally:

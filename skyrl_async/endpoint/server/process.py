@@ -56,12 +56,20 @@ _M_MMAP_THRESHOLD = -3
 
 
 class EndpointServer:
-    """The actor. ``start`` once, then ``connect``, and ``wait`` or ``stop``."""
+    """The actor. ``start`` once, then ``connect`` if the peers were not known, and ``wait`` or ``stop``."""
 
-    def __init__(self, settings: EndpointSettings, engines: Sequence[InferenceEngine], front_end: int = 0) -> None:
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        engines: Sequence[InferenceEngine],
+        front_end: int = 0,
+        peers: tuple[str, ...] = (),
+    ) -> None:
+        """``peers``: the addresses of all front ends, as for ``connect``, where they are known."""
         self._settings = settings
         self._engines = engines
         self._front_end = front_end
+        self._peers = peers
         self._stopping = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._forwarding: Forwarding
@@ -107,6 +115,7 @@ class EndpointServer:
         server = self._settings.server
         app = self._application()
         self._forwarding = Forwarding(app, self._front_end, server)
+        self._forwarding.connect(self._peers)
         async with start_server(self._forwarding, host, port, server) as bound, asyncio.TaskGroup() as group:
             logger.info("endpoint on http://%s:%d/v1", *bound)
             _prepare_memory()

@@ -294,6 +294,20 @@ async def test_a_front_end_may_be_told_of_engines_before_it_serves(tmp_path: Pat
     await server.stop()
 
 
+async def test_a_front_end_that_takes_anothers_place_forwards_from_its_first_request_on(
+    tmp_path: Path, engine: Any
+) -> None:
+    owner = EndpointServer(settings(tmp_path), [engine], 0)
+    host, port = await owner.start()
+    root = f"http://{host}:{port}"
+    successor = EndpointServer(settings(tmp_path), [engine], 1, (root, "http://127.0.0.1:1"))
+    host, port = await successor.start()
+    async with SessionPool([root], "c") as pool, pool.session() as session:
+        assert (await ask(f"http://{host}:{port}/v1", session.api_key)).choices[0].message.content == "hé"
+    for server in (successor, owner):
+        await server.stop()
+
+
 async def test_sessions_of_several_front_ends_share_idle_engines_and_make_room_when_they_end(tmp_path: Path) -> None:
     engines: list[Any] = [OneAnswerEngine(f"engine-{i}") for i in range(4)]
     servers = [EndpointServer(settings(tmp_path), engines, front_end) for front_end in range(4)]
