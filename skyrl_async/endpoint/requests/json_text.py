@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MAX_VALUES, MAX_CONTAINERS = 1_000_000, 20_000
 """Most numbers and strings, and most lists and objects, in a body. The ids of a context of a million tokens fit."""
+MAX_DEPTH = 200
+"""Most lists and objects within each other: templates and encoders call themselves for each."""
 MANY_VALUES = 4096
 """Values that are written in some two milliseconds."""
 LONG_LIST = 512
@@ -88,12 +90,23 @@ def parse_stepwise(text: str) -> Any:
     """
     is_short = sum(piece.count(mark) for piece in _pieces(text) for mark in ",[{") <= _FEW_VALUES
     value = json.loads(text, parse_constant=_refuse_constant) if is_short else _StepwiseDecoder().decode(text)
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"lists and objects may be nested {MAX_DEPTH} deep, got more")
     if any(mark in piece for piece in _pieces(text) for mark in _SURROGATES):
         try:
             json_bytes_stepwise(value, _encode)
         except UnicodeEncodeError:
             raise ValueError("JSON of Unicode text has no half of a surrogate pair") from None
     return value
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
 
 
 def _refuse_constant(name: str) -> None:

@@ -23,12 +23,14 @@ from skyrl_async.chat.spelling import Speller
 from skyrl_async.config.schema.server import ServerConfig
 from skyrl_async.endpoint.requests.json_text import (
     MAX_CONTAINERS,
+    MAX_DEPTH,
     MAX_VALUES,
     TooManyValuesError,
     encode_json,
     json_bytes,
     parse_stepwise,
 )
+from skyrl_async.endpoint.requests.long_work import LONG_BODY
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.forwarding import Forwarding
 from skyrl_async.endpoint.server.serve import start_server
@@ -266,6 +268,21 @@ async def test_a_body_of_more_values_than_anyone_needs_is_413(many: str) -> None
                 "/v1/chat/completions", content=text, headers={"Content-Type": "application/json"}
             )
         assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 980])
+@pytest.mark.parametrize("num_padding", [0, LONG_BODY])
+async def test_what_is_nested_too_deep_for_templates_is_refused_however_long_the_body_is(
+    depth: int, num_padding: int
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": "nested"}}
+    nested = '{"a":' * (depth - 5) + "[]" + "}" * (depth - 5)
+    body = json.dumps({"messages": [user()], "tools": [tool], "pad": "x" * num_padding}).replace('"nested"', nested)
+    async with endpoint(ScriptedSampler()) as served, served.client(RUN_KEY) as client:
+        response = await client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == (200 if depth == MAX_DEPTH else 400)
+    if depth > MAX_DEPTH:
+        assert error_of(response)["code"] == "invalid_value"
 
 
 async def test_a_long_answer_with_log_probs_is_written_in_a_thread() -> None:
