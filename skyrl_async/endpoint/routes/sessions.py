@@ -3,6 +3,7 @@
 A session's own key is refused here: a harness must not reward itself. Does not know generation.
 """
 
+import asyncio
 import contextlib
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +17,6 @@ from starlette.routing import Route
 from skyrl_async.endpoint.requests.errors import ApiError
 from skyrl_async.endpoint.requests.guard import checked_body
 from skyrl_async.endpoint.requests.json_text import StrictJSONResponse, json_bytes_stepwise
-from skyrl_async.endpoint.requests.long_work import LONG_TEXT, in_thread_if
 from skyrl_async.endpoint.requests.request_handler import Serving
 from skyrl_async.endpoint.sessions.session import Session
 from skyrl_async.endpoint.sessions.settings import SessionOutcome, SessionSampling
@@ -96,8 +96,7 @@ def routes(serving: Serving) -> list[Route]:
             rows = [_row(row) for row in session.rows()]
             return json_bytes_stepwise({"id": session.id, "state": "finished", "trajectories": rows})
 
-        body_bytes = await in_thread_if(finished, is_long=session.num_sampled_tokens > LONG_TEXT)
-        return Response(body_bytes, media_type="application/json")
+        return Response(await asyncio.to_thread(finished), media_type="application/json")
 
     async def delete_session(request: Request) -> Response:
         session_id = request.path_params["id"]

@@ -34,6 +34,8 @@ from skyrl_async.endpoint.requests.long_work import LONG_BODY
 from skyrl_async.endpoint.server.app import create_app
 from skyrl_async.endpoint.server.forwarding import Forwarding
 from skyrl_async.endpoint.server.serve import start_server
+from skyrl_async.endpoint.sessions.session import Session
+from skyrl_async.types import Trajectory
 from tests.cpu.scripted_sampler import CONTROLLER_KEY, RUN_KEY, ScriptedSampler
 from tests.cpu.session_endpoint import PARSER, TOKENIZER, check_exact, endpoint, error_of, user
 from tests.cpu.tiny_chat import make_tokenizer
@@ -307,6 +309,25 @@ async def test_a_long_session_has_exact_rows() -> None:
         (row,), again = await asyncio.gather(session.finish(), session.finish())
     check_exact(row, sampler)
     assert again == [row]
+
+
+async def test_rows_are_made_and_written_in_a_thread_however_little_was_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    make_rows = Session.rows
+
+    def rows(session: Session) -> tuple[Trajectory, ...]:
+        threads.append(threading.current_thread())
+        return make_rows(session)
+
+    monkeypatch.setattr(Session, "rows", rows)
+    async with endpoint(ScriptedSampler(max_model_len=100_000)) as served:
+        session = await served.begin()
+        for text in ("first ", "second "):
+            await session.post([user(text * 3000)])
+        assert len(await session.finish()) == 2
+    assert threads and threading.main_thread() not in threads
 
 
 async def receive_all(host: str, port: int, *sent: bytes) -> bytes:
