@@ -5,6 +5,7 @@ rewards. ``command.py`` runs harnesses that are programs.
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import threading
@@ -138,5 +139,12 @@ def _name(function: Callable[..., Any]) -> str:
 def _loop() -> asyncio.AbstractEventLoop:
     """The agents' event loop. Its thread ends with the process, so that agents may keep clients."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
+    threading.Thread(target=_run_forever, args=(loop,), name="agents", daemon=True).start()
     return loop
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop, also after a task that an agent has started called ``sys.exit``: asyncio ends the loop with the error then."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            loop.run_forever()

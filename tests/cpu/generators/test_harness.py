@@ -75,6 +75,10 @@ async def leave(task: AgentTask) -> None:
     sys.exit(3)
 
 
+async def leave_in_a_task(task: AgentTask) -> None:
+    await asyncio.gather(leave(task))
+
+
 def block(task: AgentTask) -> float:
     return 1.0
 
@@ -99,6 +103,7 @@ async def test_a_function_returns_a_result_a_reward_an_answer_or_nothing(
     [
         (give_list, r"test_harness:give_list must return an AgentResult, a reward, a string or None, got \[1\]"),
         (leave, "test_harness:leave exited with status 3"),
+        (leave_in_a_task, "test_harness:leave_in_a_task exited with status 3"),
         (block, "test_harness:block must be an async function, but returned 1.0 at once"),
     ],
 )
