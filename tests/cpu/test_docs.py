@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from skyrl_async.config.command_line import run_cli
-from skyrl_async.config.help import sections
+from skyrl_async.config.help import all_keys, sections
 from skyrl_async.config.load import compose_config
 from skyrl_async.config.rules import all as rules
 from skyrl_async.config.rules import devices, placement
@@ -193,6 +193,13 @@ def test_the_tutorial_about_algorithms_says_of_every_column_where_it_is_kept() -
     for name, (record, checkpoint, journal) in optional.items():
         kept = ("yes" if name in TOKEN_COLUMNS else "no", "yes" if name in saved else "no")
         assert (record, checkpoint, journal) == (*kept, journals.get(name, journal)), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_number_in_brackets_behind_a_key_is_its_default(page: Path) -> None:
+    text, keys = (ROOT / page).read_text(), all_keys()
+    for name, number in re.findall(r"`([a-z_]+\.[\w.]+)`(?: seconds)? \(([\d.]+)(?: s)?\)", text):
+        assert float(keys[name].default) == float(number), name
 
 
 def test_the_first_tutorial_names_the_defaults() -> None:
