@@ -181,6 +181,10 @@ class FailureWatch:
         self.reasons: deque[str] = deque(maxlen=_WINDOW)
         """Why the newest of the failed groups failed."""
 
+    def restore(self, num_succeeded: int) -> None:
+        """Count so many groups that did not fail before the run was resumed: those that are left may be few."""
+        self._failed_shares.extend([0.0] * min(num_succeeded, _WINDOW))
+
     def count(self, uid: str, error: Exception | None, *, share: float = 1.0) -> None:
         """Count a group, of which this share failed if there is an error. Raises ``GenerationError`` if too many failed."""
         self._failed_shares.append(share if error else 0.0)

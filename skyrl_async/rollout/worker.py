@@ -151,11 +151,12 @@ class GenerationWorkers:
             self.board.stage(name).finish()
         self.buffer.close()
 
-    def restore(self, groups: Sequence[RunningGroup]) -> None:
+    def restore(self, groups: Sequence[RunningGroup], *, num_succeeded: int) -> None:
         """Have ``run`` continue these groups of a checkpoint, in this order, before it draws prompts.
 
-        Groups that were requested with another size or other sampling restart.
+        Groups that were requested with another size or other sampling restart. ``num_succeeded``: groups that had not failed before.
         """
+        self._failures.restore(num_succeeded)
         num_restarted = 0
         for group in groups:
             saved = group.samples

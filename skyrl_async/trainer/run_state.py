@@ -84,7 +84,7 @@ class RunSaver:
         )
         restored = {admission.index for admission in admissions}
         running = [group for group in state.running if group.admission_index in restored]
-        self.run.workers.restore(running)
+        self.run.workers.restore(running, num_succeeded=totals.trained_groups + len(state.groups))
         for group in state.groups:
             if group.admission_index in restored:
                 await self.run.workers.finished_groups.put(group)

@@ -191,6 +191,31 @@ def test_a_run_stopped_by_too_many_failures_resumes_from_what_it_had_trained(tmp
     run_in_virtual_time(go_on())
 
 
+def test_a_resumed_run_of_few_groups_ends_as_the_whole_run_does_when_one_of_them_fails(tmp_path: Path) -> None:
+    settings = replace(
+        LONG_TAILED, num_steps=None, num_epochs=1, num_prompts=40, max_failed_fraction=0.1, checkpoint_interval_steps=1
+    )
+
+    class LastFailsLate(ModelledGenerator):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            if request.priority >= 39:
+                await asyncio.sleep(1e5)
+                raise RuntimeError("it never works")
+            return await super().generate(request)
+
+    whole = simulate(settings, generator_over=LastFailsLate, checkpoint_dir=tmp_path).dataloader.statistics()
+    assert (whole["trained_total"], whole["failed_total"]) == (39, 1)
+    before_the_last_step = sorted(tmp_path.glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))[-2]
+
+    async def go_on() -> Simulation:
+        simulation = Simulation(settings, generator_over=LastFailsLate)
+        await simulation.trainer.resume(before_the_last_step)
+        await simulation.trainer.run()
+        return simulation
+
+    assert run_in_virtual_time(go_on()).dataloader.statistics() == whole
+
+
 def test_contract_8_a_hung_rollout_fails_by_name_and_the_run_goes_on() -> None:
     class Hanging(ModelledGenerator):
         async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
