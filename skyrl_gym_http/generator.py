@@ -9,7 +9,15 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
-from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI, BadRequestError
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    BadRequestError,
+    DefaultAsyncHttpxClient,
+)
 from openai.types.chat import ChatCompletion
 
 from skyrl_async.columns import VersionSpans, begins_with, column
@@ -65,8 +73,11 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
             on_call: told of the endpoint's engine calls.
         """
         super().__init__(make_environment, max_turns=max_turns, max_trajectory_tokens=max_trajectory_tokens)
+        connections = DefaultAsyncHttpxClient(trust_env=False)  # or a proxy that the environment names would be asked
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
-        self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0)
+        self._client = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=connections, timeout=timeout_s, max_retries=0
+        )
         self._model = model
         self._resending = Resending(outages or Outages(), outage_timeout_s)
         self._on_call = on_call

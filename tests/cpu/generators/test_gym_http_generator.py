@@ -181,6 +181,20 @@ async def test_a_request_whose_endpoint_dies_is_sent_again_to_its_successor() ->
             await playing
 
 
+async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> JSONResponse:
+        return JSONResponse(reply())
+
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unserved.getsockname()[1]}")
+        async with start_server(app) as (host, port):
+            await play(f"http://{host}:{port}/v1")
+
+
 async def test_an_endpoint_that_is_not_there_is_named() -> None:
     with socket.socket() as unserved:
         unserved.bind(("127.0.0.1", 0))
