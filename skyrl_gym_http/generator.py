@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from openai import (
+    DEFAULT_CONNECTION_LIMITS,
     APIConnectionError,
     APIError,
     APIStatusError,
@@ -73,7 +74,8 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
             on_call: told of the endpoint's engine calls.
         """
         super().__init__(make_environment, max_turns=max_turns, max_trajectory_tokens=max_trajectory_tokens)
-        connections = DefaultAsyncHttpxClient(trust_env=False)  # or a proxy that the environment names would be asked
+        # The client's own connections would go through a proxy of the environment, and hold back all requests beyond a thousand.
+        connections = DefaultAsyncHttpxClient(trust_env=False, limits=type(DEFAULT_CONNECTION_LIMITS)())
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
         self._client = AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=connections, timeout=timeout_s, max_retries=0

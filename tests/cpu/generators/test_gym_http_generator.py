@@ -9,8 +9,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from fastapi import FastAPI
+from openai import DEFAULT_CONNECTION_LIMITS
 from openai.types.chat import ChatCompletion
 from starlette.responses import JSONResponse
 
@@ -195,6 +197,20 @@ async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.Monke
             await play(f"http://{host}:{port}/v1")
 
 
+async def test_all_samples_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = type(DEFAULT_CONNECTION_LIMITS)(max_connections=2)
+    monkeypatch.setattr(openai._base_client, "DEFAULT_CONNECTION_LIMITS", few)
+    app, all_open = FastAPI(), asyncio.Barrier(3)
+
+    @app.post("/v1/chat/completions")
+    async def answer() -> JSONResponse:
+        await all_open.wait()
+        return JSONResponse(reply())
+
+    async with asyncio.timeout(PATIENCE_S), start_server(app) as (host, port):
+        await play(f"http://{host}:{port}/v1", num_samples=3)
+
+
 async def test_an_endpoint_that_is_not_there_is_named() -> None:
     with socket.socket() as unserved:
         unserved.bind(("127.0.0.1", 0))
@@ -225,10 +241,11 @@ class Chat:
         pass
 
 
-async def play(url: str, num_turns: int = 1, **settings: Any) -> None:
+async def play(url: str, num_turns: int = 1, num_samples: int = 1, **settings: Any) -> None:
     generator = SkyRLGymHTTPGenerator(url, "key", "policy", lambda name, extras: Chat(num_turns), **settings)
     prompt = Prompt(uid="p", messages=({"role": "user", "content": "hello"},), env_class="chat")
     try:
-        await generator.generate(GroupRequest(prompt=prompt, num_samples=1, sampling=SamplingParams(max_tokens=9)))
+        sampling = SamplingParams(max_tokens=9)
+        await generator.generate(GroupRequest(prompt=prompt, num_samples=num_samples, sampling=sampling))
     finally:
         await generator.close()
