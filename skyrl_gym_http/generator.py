@@ -14,7 +14,6 @@ from openai import (
     APIConnectionError,
     APIError,
     APIStatusError,
-    APITimeoutError,
     AsyncOpenAI,
     BadRequestError,
     DefaultAsyncHttpxClient,
@@ -54,7 +53,6 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         *,
         max_turns: int = 8,
         max_trajectory_tokens: int | None = None,
-        timeout_s: float = 3600.0,
         outages: Outages | None = None,
         outage_timeout_s: float = 0.0,
         on_call: OnCall = lambda *_: None,
@@ -68,7 +66,6 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
             max_turns: most turns of an episode, >= 1, whatever the environment says.
             max_trajectory_tokens: most response tokens of an episode, the environment's included; None: only the model's context is a
                 bound.
-            timeout_s: longest time of one request; long, because the endpoint holds requests while weights change.
             outages: waited for before a request is sent again; None: no outage is known.
             outage_timeout_s: how long a request is sent again, from the first time it was not answered; 0: never.
             on_call: told of the endpoint's engine calls.
@@ -77,8 +74,9 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
         # The client's own connections would go through a proxy of the environment, and hold back all requests beyond a thousand.
         connections = DefaultAsyncHttpxClient(trust_env=False, limits=type(DEFAULT_CONNECTION_LIMITS)())
         # No retries: a resend would sample a second answer while the first may still be running. In an outage it cannot be.
+        # No timeout: a group has a deadline, and the endpoint holds requests while weights change.
         self._client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=connections, timeout=timeout_s, max_retries=0
+            base_url=base_url, api_key=api_key, http_client=connections, timeout=None, max_retries=0
         )
         self._model = model
         self._resending = Resending(outages or Outages(), outage_timeout_s)
@@ -157,7 +155,7 @@ class SkyRLGymHTTPGenerator(EpisodeGenerator):
 def _is_outage(error: APIError) -> bool:
     if isinstance(error, APIStatusError):
         return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and error.code == _NO_ENGINE
-    return isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
+    return isinstance(error, APIConnectionError)
 
 
 def parse_reply(reply: ChatCompletion) -> Turn:

@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from openai import DEFAULT_CONNECTION_LIMITS
 from openai.types.chat import ChatCompletion
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from skyrl_async.endpoint.server.serve import start_server
@@ -195,6 +196,19 @@ async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.Monke
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unserved.getsockname()[1]}")
         async with start_server(app) as (host, port):
             await play(f"http://{host}:{port}/v1")
+
+
+async def test_a_request_may_take_as_long_as_its_group() -> None:
+    app, timeouts = FastAPI(), list[str | None]()
+
+    @app.post("/v1/chat/completions")
+    async def answer(request: Request) -> JSONResponse:
+        timeouts.append(request.headers.get("x-stainless-read-timeout"))  # the client says how long it waits
+        return JSONResponse(reply())
+
+    async with start_server(app) as (host, port):
+        await play(f"http://{host}:{port}/v1")
+    assert timeouts == [None]
 
 
 async def test_all_samples_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
