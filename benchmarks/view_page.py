@@ -134,14 +134,12 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
             page.locator(".panel canvas").first.wait_for()
             figures["open_s"] = lap()
             page.get_by_role("link", name="Samples").click()
-            expect(page.locator("#num-rows")).to_have_text(
-                f"{num_samples:,} of {num_samples:,} samples", timeout=120_000
-            )
+            expect(page.locator("#num-rows")).to_have_text(f"{num_samples:,} of {num_samples:,} rows", timeout=120_000)
             figures["rows_s"] = lap()
             page.fill("#words", f"number {num_samples // 2 + 7}.")
             lap()
             page.press("#words", "Enter")
-            expect(page.locator("#num-rows")).to_have_text(f"1 of {num_samples:,} samples", timeout=120_000)
+            expect(page.locator("#num-rows")).to_have_text(f"1 of {num_samples:,} rows", timeout=120_000)
             figures["find_s"] = lap()
             page.locator(".row:not(.head)").first.click()
             page.locator(".turn.assistant .text").wait_for()
