@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.report import arguments, conditions, report
+from benchmarks.report import arguments, conditions, file_to_write, report
 from examples.agent_first_run.make import make
 
 _README = Path(__file__).parents[1] / "examples" / "agent_first_run" / "README.md"
@@ -85,7 +85,7 @@ def main() -> int:
         "--harbor-python", help="of an environment with Harbor; default: one that is made for each seed"
     )
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which are deleted otherwise")
-    parser.add_argument("--plot", type=Path, help="draw the rewards to this picture")
+    parser.add_argument("--plot", type=file_to_write, help="draw the rewards to this picture")
     options = parser.parse_args()
     more = [f"generator.harbor.python={options.harbor_python}"] if options.harbor_python else []
     under = conditions(seed=options.seed)

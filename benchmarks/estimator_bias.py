@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.estimator_figures import draw, table
-from benchmarks.report import arguments, conditions, report
+from benchmarks.report import arguments, conditions, file_to_write, report
 from benchmarks.turn_policy import EPISODES, Episode, Floats, TurnPolicy, make_policy
 from skyrl_async.algorithms.advantages import AdvantageEstimator, make_advantage_estimator, with_advantages
 from skyrl_async.algorithms.credit import GroupRewards, SampleCredit
@@ -301,7 +300,7 @@ def compared(policy: TurnPolicy) -> dict[str, Compared]:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--plot", type=Path, help="draw bias and variance to this picture")
+    parser.add_argument("--plot", type=file_to_write, help="draw bias and variance to this picture")
     options = parser.parse_args()
     under, policy = conditions(seed=options.seed), make_policy(options.seed)
     num_estimates = NUM_ESTIMATES // 10 if options.quick else NUM_ESTIMATES

@@ -15,10 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 
+def file_to_write(text: str) -> Path:
+    """The type of an option that names a file: refuses it before anything is measured if it could not be written then."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is no directory")
+    return path
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
     """``--json FILE``, ``--quick`` and ``--seed``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, help="write the figures with their conditions here")
+    parser.add_argument("--json", type=file_to_write, help="write the figures with their conditions here")
     parser.add_argument("--quick", action="store_true", help="under three minutes, with less to say")
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.report import arguments, conditions, report
+from benchmarks.report import arguments, conditions, file_to_write, report
 from benchmarks.staleness_picture import draw_staleness_curves
 from skyrl_async.composition.parts import Parts, TrainerCallbacks, make_trainer
 from skyrl_async.composition.run import started_parts
@@ -239,7 +239,7 @@ def parser() -> ArgumentParser:
     options.add_argument("--seeds", nargs="+", type=int, help="default: three, from --seed on")
     options.add_argument("--policy", default="wait", help="trainer.staleness_policy")
     options.add_argument("--steps", type=int, help="optimizer steps of each run (default 25; 8 with --quick)")
-    options.add_argument("--plot", type=Path, help="draw the curves to this picture")
+    options.add_argument("--plot", type=file_to_write, help="draw the curves to this picture")
     options.add_argument("overrides", nargs="*", help="key=value of the configuration, before the options")
     return options
 

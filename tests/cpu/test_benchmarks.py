@@ -24,7 +24,7 @@ from benchmarks.endpoint_overhead import BARE_ENVIRONMENT, Load, figures_of
 from benchmarks.estimator_bias import compared
 from benchmarks.estimator_figures import table as estimator_table
 from benchmarks.estimator_runs import RUNS, overrides, partial_credit
-from benchmarks.report import conditions, kept_rows, report
+from benchmarks.report import arguments, conditions, kept_rows, report
 from benchmarks.staleness_curves import CORRECTIONS, Plan, against_no_staleness, known_rows
 from benchmarks.staleness_picture import draw_rewards, draw_staleness_curves
 from benchmarks.staleness_policies import Case, at_equal_bounds
@@ -49,6 +49,14 @@ def test_figures_are_written_with_their_conditions(tmp_path: Path, capsys: pytes
     assert written["conditions"]["seed"] == 7 and written["conditions"]["versions"]["torch"]
     printed = capsys.readouterr().out
     assert "plain loop" in printed and "speedup: 2" in printed
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments("").parse_args(["--json", "nowhere/figures.json"])
+    assert "argument --json: nowhere is no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [WakesOne, WakesEveryone])
@@ -100,12 +108,16 @@ def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "agent_first_run",
         "async_speedup",
         "control_plane",
         "delta",
         "distillation_runs",
+        "driver",
         "endpoint_freeze",
         "endpoint_overhead",
+        "endpoint_routers",
+        "estimator_bias",
         "estimator_runs",
         "plan_accuracy",
         "publish",
@@ -115,6 +127,7 @@ def test_the_bare_server_keeps_connections_longer_than_its_clients_do() -> None:
         "schedules",
         "staleness_curves",
         "staleness_policies",
+        "view_page",
     ],
 )
 def test_a_benchmark_says_what_it_takes(
