@@ -5,6 +5,7 @@ Flows in: the JSON of either. Flows out: Markdown.
 
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def learning_table(rows: Sequence[Row], against: Sequence[Row]) -> str:
             runs = [row for row in rows if (row["correction"], row["staleness"]) == (correction, bound)]
             yield " ".join(f"{row['reward_after']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
         for bound in bounds[1:]:
-            found = difference[correction, bound]
-            yield f"{found['reward_difference']:+.3f} ± {found['standard_error']:.3f}"
+            found = difference.get((correction, bound))
+            yield f"{found['reward_difference']:+.3f} ± {found['standard_error']:.3f}" if found else ""
 
     names = ("correction", *(f"S = {bound}" for bound in bounds), *(f"S = {bound} less S = 0" for bound in bounds[1:]))
     return _table(names, (tuple(line(name)) for name in dict.fromkeys(row["correction"] for row in rows)))
@@ -158,7 +159,9 @@ def _table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    for name, table in tables(json.loads(Path(sys.argv[1]).read_text())).items():
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, metavar="FILE", help="what either of them has written, of a full run")
+    for name, table in tables(json.loads(parser.parse_args().json.read_text())).items():
         print(f"<!-- {name} -->\n{table}\n")
     return 0
 

@@ -488,6 +488,12 @@ def test_what_staleness_costs_is_a_difference_per_seed_with_its_error() -> None:
     assert alike["is_within_noise"]
 
 
+def test_a_correction_without_a_run_at_the_bound_of_0_has_no_difference_in_the_table() -> None:
+    rows = [learned("none", bound, 0, 0.9) for bound in (0, 4)] + [learned("icepop", 4, 0, 0.7)]
+    table = tables({"rows": rows, "against_no_staleness": against_no_staleness(rows, 100)})["learning"]
+    assert table.endswith("\n| `icepop` |  | 0.70 |  |")
+
+
 @pytest.mark.slow
 def test_curves_are_drawn_of_whatever_rows_there_are(tmp_path: Path) -> None:
     some = [learned(name, bound, 0, 0.9) for name in ("none", "icepop", "mis", "opsm", "m2po") for bound in (0, 4)]
