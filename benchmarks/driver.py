@@ -132,7 +132,9 @@ def held_bytes(value: object) -> int:
     return total
 
 
-def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: int, writes: bool) -> SimulationSettings:
+def settings_of(
+    length: int, num_groups: int, num_engines: int, *, num_steps: int, writes: bool, seed: int
+) -> SimulationSettings:
     return SimulationSettings(
         mini_batch_size=num_groups // 2,
         max_staleness_steps=1,
@@ -150,6 +152,7 @@ def settings_of(length: int, num_groups: int, num_engines: int, *, num_steps: in
         longest_over_mean=2.0,
         checkpoint_interval_steps=int(writes),
         pause_mode=PauseMode.KEEP,
+        seed=seed,
     )
 
 
@@ -283,13 +286,14 @@ def num_tokens_of(groups: Sequence[Group]) -> int:
     return sum(len(row.prompt_token_ids) + len(row.response_token_ids) for g in groups for row in g.trajectories)
 
 
-def measure(length: int, num_groups: int, num_engines: int) -> dict[str, Any]:
+def measure(length: int, num_groups: int, num_engines: int, *, seed: int) -> dict[str, Any]:
     """One row."""
     num_steps = max(4, MIN_TOKENS // (length * num_groups * GROUP_SIZE // 2))
     gc.collect()
-    plain = asyncio.run(simulate(settings_of(length, num_groups, num_engines, num_steps=num_steps, writes=False), None))
+    settings = settings_of(length, num_groups, num_engines, num_steps=num_steps, writes=False, seed=seed)
+    plain = asyncio.run(simulate(settings, None))
     with tempfile.TemporaryDirectory() as directory:
-        settings = settings_of(length, num_groups, num_engines, num_steps=4, writes=True)
+        settings = settings_of(length, num_groups, num_engines, num_steps=4, writes=True, seed=seed)
         written = asyncio.run(simulate(settings, Path(directory)))
         num_bytes, num_held = 0, 0
         for checkpoint in Path(directory).glob("global_step_*"):
@@ -314,7 +318,7 @@ def main() -> None:
     """Print a row per combination, and check the goals."""
     options = arguments(__doc__.splitlines()[0]).parse_args()
     figures: dict[str, Any] = {"conditions": conditions(seed=options.seed)}
-    rows = [measure(*row) for row in (QUICK if options.quick else ROWS)]
+    rows = [measure(*row, seed=options.seed) for row in (QUICK if options.quick else ROWS)]
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
     over = [asyncio.run(over_ray(*row)) for row in (RAY_ROWS[:1] if options.quick else RAY_ROWS)]
     ray.shutdown()
