@@ -3,7 +3,7 @@
 Each router stands before bare vLLM servers with our engines' settings, one server per engine; ours is the endpoint over that many engines.
 A session is an agent's: turn after turn, each with all messages before it. All serve the untrained default policy, and sample given
 numbers of tokens, with token ids and log-probs; SGLang's router leaves ``return_token_ids`` out of what it passes on, so its replies have
-log-probs only. Routers route by cached prefixes, as they do by default; ours by the session's label.
+log-probs only. All route by cached prefixes, as they do by default.
 
 ``ratio_tokens_per_s`` is of the median over the rounds to that of the bare server without a router; with two engines, to two servers of
 which each client uses one. It needs both routers: ``uv run --extra routers -m benchmarks.endpoint_routers``.
