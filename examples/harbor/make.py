@@ -6,8 +6,8 @@ A verifier compares with what only ``tests/`` holds, which is copied into the en
 network and no image: bash, coreutils, awk, and for one kind python3.
 """
 
+import argparse
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,5 +203,8 @@ def write(task: Task, place: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the tasks are written")
+    directory = parser.parse_args().directory
     for made in tasks():
-        write(made, Path(sys.argv[1]))
+        write(made, directory)
