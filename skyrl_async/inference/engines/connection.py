@@ -231,9 +231,7 @@ class EngineListener(_Messages):
             yield
         except SkyRLAsyncError as error:
             self.send(number, error)
-        except (
-            Exception
-        ) as error:  # of other packages: the caller may lack the class, or be unable to make one of what was pickled
+        except Exception as error:  # of other packages: the caller may lack the class, or be unable to make it again
             self.send(number, InferenceError(f"{type(error).__name__}: {error}"))
 
 
