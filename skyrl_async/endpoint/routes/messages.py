@@ -6,6 +6,7 @@ Does not know how prompts are made or tokens sampled.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,6 +43,8 @@ from skyrl_async.types import Message, ToolCall
 _RAW_ARGUMENTS = "__raw_arguments__"
 """The key under which a ``tool_use`` input holds arguments that are no JSON object: Anthropic's input must be one."""
 _TEXT = {"text": "text"}
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
+"""A line that Claude Code puts before its instructions, in some versions with another hash in each request."""
 
 
 def chat_messages(
@@ -49,7 +52,8 @@ def chat_messages(
 ) -> tuple[Message, ...]:
     """The conversation in chat form; ``ApiError`` names a block that cannot be used. ``deferred``: tools that results may refer to."""
     chat: list[Message] = []
-    instructions = texts_at({"system": system}, "system", "", _TEXT)
+    given = texts_at({"system": system}, "system", "", _TEXT)
+    instructions = [_ATTRIBUTION.sub("", text) for text in given if not _ATTRIBUTION.fullmatch(text)]
     if any(instructions):
         chat.append({"role": "system", "content": chat_content(instructions)})
     for index, message in enumerate(messages):

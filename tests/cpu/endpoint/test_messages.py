@@ -190,6 +190,24 @@ async def test_a_conversation_with_tools_is_one_token_exact_row(is_streamed: boo
     assert (rows[0]["num_turns"], rows[0]["reward"]) == (3, 1.0)
 
 
+@pytest.mark.parametrize("is_one_text", [False, True])
+async def test_a_line_that_claude_code_changes_in_each_request_is_no_part_of_the_prompt(is_one_text: bool) -> None:
+    sampler = ScriptedSampler((("a",), ("b",)))
+    messages: list[Any] = [USER]
+    async with (
+        scripted_endpoint(sampler) as url,
+        training_session(url) as (key, rows),
+        anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client,
+    ):
+        for digest in ("97bd6", "24c2d"):
+            texts = [f"x-anthropic-billing-header: cc_version=2.1.177.01c; cch={digest};", "You help.", "Be brief."]
+            system: Any = "\n".join(texts) if is_one_text else [{"type": "text", "text": text} for text in texts]
+            reply = await create(client, messages=messages, system=system)
+            messages += [{"role": "assistant", "content": reply.content}, USER]
+    assert sampler.prompts[0] == tuple(RENDERER.render([{"role": "system", "content": "You help.\nBe brief."}, USER]))
+    assert [row["num_turns"] for row in rows] == [2]
+
+
 async def test_tokens_are_counted_as_they_will_be_sampled_from() -> None:
     sampler = ScriptedSampler(max_model_len=10)
     async with client_of(sampler) as client:
