@@ -303,6 +303,8 @@ class Fleet:
     async def _supervise(self, member: _Member) -> None:
         """Consumes heartbeats, produces engines in the place of dead ones; ends when the engine is removed or its place given up."""
         while (reason := await self._death_of(member)) is not None:
+            if member.life.state is EngineState.leaving:  # it was removed in the moment in which it was found dead
+                return
             member.life.die()
             self.client.drop_engine(member.engine, EngineDeadError(reason))
             self.trace.moment("death", f"engines/{member.engine.name}", reason=reason)

@@ -471,6 +471,26 @@ def test_a_place_is_removed_by_its_name_or_its_engine_s_also_while_another_engin
     run_in_virtual_time(main())
 
 
+@pytest.mark.parametrize("num_turns", range(5))
+def test_an_engine_may_be_removed_in_the_moment_in_which_it_is_found_dead(num_turns: int) -> None:
+    async def main() -> None:
+        setting = Setting()
+
+        async def change() -> None:
+            await setting.at(20.0)
+            setting.fleet._member_of("engine-0").report_death("no heartbeat within 20 s")
+            for _ in range(num_turns):  # of the event loop
+                await asyncio.sleep(0)
+            await setting.fleet.remove_engine("engine-0")
+            assert setting["engine-0"].is_dead and setting.fleet.states() == {"engine-1": EngineState.serving}
+
+        await setting.run(change())
+        all_is_trained(setting.simulation)
+        assert setting.starts == []
+
+    run_in_virtual_time(main())
+
+
 def test_of_all_engines_that_are_removed_at_once_one_stays() -> None:
     async def main() -> None:
         setting = Setting(replace(RUN, num_engines=3))
