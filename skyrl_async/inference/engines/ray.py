@@ -300,6 +300,7 @@ async def _boot(
             reason = str(error.cause if isinstance(error, RayTaskError) else f"engine {name} did not come up: {error}")
             if life is None or not _was_killed(error):
                 raise EngineStartError(f"{reason}\n{_log_tail(log_path)}") from error
+        ray.kill(actor)  # its process may live, and hold what Ray has reserved for it
         life.die()
         if (wait_s := life.restart()) is None:
             raise EngineStartError(

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+import ray
 
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.errors import EngineDeadError, EngineStartError, PromptTooLongError, PublishError
@@ -314,7 +315,7 @@ async def test_an_engine_that_does_not_come_up_shows_its_last_log_lines_and_leav
 
 
 async def boot_while_killing(policy_dir: Path, log_dir: Path, *, is_core: bool, deaths: int) -> list[RayEngine]:
-    """Start an engine with one restart, and kill its core or its actor so many times while it comes up."""
+    """Start an engine with one restart and all CPU slots, and kill its core or its actor so many times while it comes up."""
 
     async def kill() -> None:
         for _ in range(deaths):
@@ -333,7 +334,10 @@ async def boot_while_killing(policy_dir: Path, log_dir: Path, *, is_core: bool, 
     config = VLLMEngineConfig(name="engine-0", policy_dir=str(policy_dir))
     async with asyncio.TaskGroup() as tasks:
         killing = tasks.create_task(kill())
-        engines = await start_ray_engines([config], log_dir=log_dir, lives={"engine-0": EngineLife(RESTARTS)})
+        lives, num_cpus = {"engine-0": EngineLife(RESTARTS)}, ray.cluster_resources()["CPU"]
+        engines = await start_ray_engines(
+            [config], num_cpus=num_cpus, log_dir=log_dir, lives=lives, start_timeout_s=PATIENCE_S
+        )
         await killing
     return engines
 
