@@ -107,7 +107,9 @@ class RayEngine:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """``InferenceEngine.load_weights``."""
-        await self._control_in_order("load_weights", update)
+        # For checking an adapter's layers, or comparing all bytes with those sent, and for loading.
+        deadlines_s = self._started.checksum_timeout_s + self._started.call_timeout_s
+        await self._control_in_order("load_weights", update, timeout_s=deadlines_s)
 
     async def switch_weights(self, update: WeightUpdate, mode: PauseMode) -> float:
         """``InferenceEngine.switch_weights``."""

@@ -15,7 +15,7 @@ from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.connection import EngineAddress, EngineConnection, _Messages, listen
 from skyrl_async.inference.engines.ray import RayEngine
 from skyrl_async.inference.engines.ray_actor import StartedEngine
-from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams
+from skyrl_async.types import EngineOutput, EngineRequest, FinishReason, PauseMode, SamplingParams, WeightUpdate
 from tests.patience import PATIENCE_S
 
 
@@ -57,6 +57,8 @@ class CountingEngine:
         self.done.append(method)
         if method == "pause":
             await asyncio.Event().wait()
+        if method == "load_weights":
+            await asyncio.sleep(0.2)
 
     async def generate(self, asked: EngineRequest) -> EngineOutput:
         if asked.request_id == "too long":
@@ -224,4 +226,18 @@ async def test_calls_keep_their_order_while_they_connect_and_one_without_an_answ
         with pytest.raises(EngineDeadError, match=r"engine engine-0: no answer to pause within 0.01 s"):
             await called.pause(PauseMode.KEEP)
         assert called._connection is not None
+        called._connection.transport.abort()
+
+
+async def test_an_engine_that_compares_the_bytes_it_loads_has_the_time_of_a_checksum_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "_GRACE_S", 0.0)
+    async with connected() as (engine, _, address):
+        started = StartedEngine(
+            max_model_len=1, node_id="", address=address, call_timeout_s=0.1, checksum_timeout_s=PATIENCE_S
+        )
+        called = RayEngine("engine-0", None, started)
+        await called.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0, is_compared=True))
+        assert engine.done == ["load_weights"] and called._connection is not None
         called._connection.transport.abort()
