@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -414,6 +415,14 @@ class Trajectory:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def num_turn_tokens(self) -> int:
+        """Sampled tokens of the row's own turns, trained or not."""
+        if self.turn_spans:
+            return sum(span.end - span.start for span in self.turn_spans)
+        runs = pairwise(((0, 0), *self.versions.spans))
+        return sum(end - begin for (_, begin), (version, end) in runs if version != ENVIRONMENT_VERSION)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_token_ids) + len(self.response_token_ids)
@@ -548,20 +557,13 @@ class Group:
     @property
     def num_wasted_tokens(self) -> int:
         """Tokens thrown away if the group is never trained: with those of samples that are masked because a length limit cut them."""
-        return sum(_num_turn_tokens(t) if t.is_overlong else t.num_sampled_tokens for t in self.trajectories)
+        return sum(t.num_turn_tokens if t.is_overlong else t.num_sampled_tokens for t in self.trajectories)
 
     def without_teacher_top(self) -> "Group":
         """The group without the teacher's likeliest tokens, which take more memory than all other columns."""
         if all(row.teacher_top is None for row in self.trajectories):
             return self
         return replace(self, trajectories=tuple(replace(row, teacher_top=None) for row in self.trajectories))
-
-
-def _num_turn_tokens(row: Trajectory) -> int:
-    """Sampled tokens of the row's own turns, trained or not."""
-    if row.turn_spans:
-        return sum(span.end - span.start for span in row.turn_spans)
-    return int(np.count_nonzero(np.asarray(row.versions) != ENVIRONMENT_VERSION))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,8 +107,8 @@ class RunTotals:
     generated_trajectories: int = 0
     """Trajectories of finished groups."""
     wasted_tokens: int = 0
-    """Tokens sampled and thrown away: those of finished groups never trained, of finished samples of failed groups, and of generations cut
-    off or restarted, where their number is known."""
+    """Tokens sampled and thrown away: those of finished groups never trained, of all samples of failed groups, of failed and abandoned
+    samples, and of generations cut off or restarted, where their number is known."""
     failed_groups: int = 0
     failed_samples: int = 0
     """Samples that their groups were trained without."""

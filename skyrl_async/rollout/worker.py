@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _COUNTS = (
     *("groups", "trajectories", "tokens", "aborts", "failed_groups", "failed_samples"),
     *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples", "ended_samples", "lost_samples"),
+    "failed_tokens",
 )
 
 
@@ -119,6 +120,7 @@ class GenerationWorkers:
             "abandoned_tokens": self.client.num_abandoned_tokens
             - sum(group.token_usage.num_cut_off_tokens for group in self._in_flight.values())
             + self._counts["requeued_tokens"]
+            + self._counts["failed_tokens"]
             + self._retrier.num_wasted_tokens,
         }
 
@@ -346,6 +348,7 @@ class GenerationWorkers:
         await self.dataloader.mark_finished_uid(group.key)
         await self.staleness.on_rollout_accepted(group.admission)
         self._count(result)
+        self._count_failed_tokens(group, result.trajectories)
         uid = group.prompt.uid
         await self.finished_groups.put(_ended(group, result.trajectories))
         num_failed, num_samples = result.num_failed, self._num_samples
@@ -374,9 +377,16 @@ class GenerationWorkers:
             counts["side_tokens"] += int(sample.rows[0].metrics.get("agent/side_tokens", 0))
             counts["cut_short_samples"] += int(sample.rows[0].metrics.get("agent/cut_short", 0))
 
+    def _count_failed_tokens(self, group: _GroupInFlight, rows: Sequence[Trajectory]) -> None:
+        """Count what was sampled of an ended group and is in none of its finished samples: they failed, or were abandoned."""
+        num_sampled = max(group.token_usage.num_tokens, sum(row.num_turn_tokens for row in rows))
+        self._counts["failed_tokens"] += num_sampled - sum(row.num_turn_tokens for row in rows if not row.is_abandoned)
+
     async def _fail(self, group: _GroupInFlight, error: Exception) -> None:
         self._remove(group)
-        self._record_failed(group, group.sample_states.finished, error)
+        finished = group.sample_states.finished
+        self._record_failed(group, finished, error)
+        self._count_failed_tokens(group, [row for rows in finished.values() for row in rows])
         await self.dataloader.mark_failed_uid(group.key)
         await self.staleness.on_rollout_rejected(group.admission)
         self.buffer.notify()

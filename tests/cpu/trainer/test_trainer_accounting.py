@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyrl_async.checkpoint.checkpointer import Checkpointer
+from skyrl_async.config.schema.generator import OnFailedSamples
 from skyrl_async.data.ledger import UidState
 from skyrl_async.errors import GenerationError, NoEngineError
 from skyrl_async.inference.client import InferenceEngineClient
@@ -328,6 +330,37 @@ def test_tokens_of_generations_that_were_cut_off_and_of_their_groups_are_counted
     in_finished_samples = simulation.workers.counts["abandoned_tokens"] - simulation.client.num_abandoned_tokens
     assert simulation.client.num_abandoned_tokens > 0 and in_finished_samples > 0
     assert simulation.trainer.totals.wasted_tokens == simulation.client.num_abandoned_tokens + in_finished_samples
+
+
+class FailsAtItsEnd(ModelledGenerator):
+    """Of samples that are all sampled some fail, and some are abandoned."""
+
+    async def _one(self, request: GroupRequest, index: int, seed: int) -> Trajectory:
+        row = await super()._one(request, index, seed)
+        if seed % 12 == 0:
+            raise RuntimeError("the environment broke")
+        return replace(row, is_abandoned=True, loss_mask=np.zeros_like(row.loss_mask)) if seed % 12 == 1 else row
+
+
+@pytest.mark.parametrize("policy", OnFailedSamples)
+def test_every_sampled_token_is_trained_or_counted_as_wasted_whatever_becomes_of_its_sample(
+    policy: OnFailedSamples,
+) -> None:
+    settings = replace(
+        LONG_TAILED,
+        num_steps=None,
+        num_epochs=1,
+        num_prompts=32,
+        group_size=4,
+        max_retries=1,
+        max_failed_fraction=1.0,
+        on_failed_samples=policy,
+    )
+    simulation = simulate(settings, generator_over=FailsAtItsEnd)
+    totals = simulation.trainer.totals
+    assert totals.wasted_tokens > 0
+    num_sampled = sum(engine.num_sampled_tokens for engine in simulation.engines)
+    assert totals.trained_tokens + totals.wasted_tokens == num_sampled
 
 
 def test_contract_7_a_resumed_run_counts_every_token_and_trajectory_once(tmp_path: Path) -> None:
