@@ -22,6 +22,8 @@ Row = Mapping[str, Any]
 
 _JSON = (".jsonl", ".json")
 _SUFFIXES = (*_JSON, ".parquet")
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+"""Files of a hub's repository that say what is in the others."""
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 _NUMBER_OF_SHARD = re.compile(r"-\d+(-of-\d+)?$")
@@ -73,7 +75,8 @@ def _files_in(directory: Path) -> tuple[Path, ...]:
 
 
 def _data_files(directory: Path, pattern: str) -> tuple[Path, ...]:
-    return tuple(sorted(file for file in directory.glob(pattern) if file.suffix in _SUFFIXES and file.is_file()))
+    files = (file for file in directory.glob(pattern) if file.suffix in _SUFFIXES and file.name not in _DESCRIPTIONS)
+    return tuple(sorted(file for file in files if file.is_file()))
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:

@@ -136,6 +136,7 @@ def uids(*sources: Path) -> list[str]:
 def test_the_shards_of_a_split_are_read_in_order_and_other_splits_left_alone(tmp_path: Path, folder: str) -> None:
     write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", ROWS[2:4])
     write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:2])
+    (tmp_path / "dataset_infos.json").write_text('{\n  "default": {}\n}')
     assert uids(tmp_path) == ["0", "1", "2", "3"], "one split only"
     write_parquet(tmp_path / folder / "test-00000-of-00001.parquet", ROWS[4:])
     assert uids(tmp_path / "train") == ["0", "1", "2", "3"]
