@@ -261,6 +261,18 @@ def check_positions(config: Config, policy_dir: Path) -> None:
         )
 
 
+def check_overlong_penalty(config: Config, policy_dir: Path) -> None:
+    """Raise ``ConfigError`` if no answer that fits the context, after a prompt, is long enough for the penalty."""
+    length, context = config.trainer.algorithm.overlong_buffer_len, known_context(config, policy_dir)
+    unpenalised = config.generator.longest_response - length
+    if length and unpenalised >= context - 1:
+        raise ConfigError(
+            f"trainer.algorithm.overlong_buffer_len={length} penalises answers of more than {unpenalised} tokens, and none fits the "
+            f"context of {context} tokens: set generator.max_trajectory_tokens, or with one turn generator.sampling.max_tokens, to the "
+            "longest answer that does"
+        )
+
+
 def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
     """Raise ``CheckpointError`` when file headers show that a checkpoint is of another model; loading it checks the rest."""
     there = read_model(checkpoint / "policy")

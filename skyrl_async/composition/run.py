@@ -21,6 +21,7 @@ from skyrl_async.composition.data import (
     Prompts,
     check_checkpoint_is_of,
     check_critic_warmup,
+    check_overlong_penalty,
     check_positions,
     fitting_prompts,
     known_context,
@@ -150,6 +151,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
     check_positions(config, initial)
+    check_overlong_penalty(config, initial)
     check_logprobs(config, initial)
     check_teachers(config, initial, prompts)
     check_shared_memory(config, initial)

@@ -16,6 +16,7 @@ from skyrl_async.composition.data import (
     PolicyFiles,
     Prompts,
     check_critic_warmup,
+    check_overlong_penalty,
     check_positions,
     num_planned_steps,
 )
@@ -85,6 +86,18 @@ def test_a_context_in_which_rows_would_change_each_others_positions_is_refused(
         refused = pytest.raises(ConfigError, match=f"max_model_len must be at most {most} .* got {length}")
         with refused if is_refused else contextlib.nullcontext():
             check_positions(config_of(f"engine.max_model_len={length}"), tmp_path)
+
+
+@pytest.mark.parametrize(("max_tokens", "is_refused"), [(4195, False), (4196, True)])
+def test_a_penalty_that_no_answer_within_the_context_is_long_enough_for_is_refused(
+    tmp_path: Path, max_tokens: int, is_refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    overrides = ("engine.max_model_len=null", f"generator.sampling.max_tokens={max_tokens}", "generator.max_turns=1")
+    check_overlong_penalty(config_of(*overrides), tmp_path)
+    refused = pytest.raises(ConfigError, match=r"overlong_buffer_len=101 .* more than 4095 tokens, .* context of 4096")
+    with refused if is_refused else contextlib.nullcontext():
+        check_overlong_penalty(config_of(*overrides, "trainer.algorithm.overlong_buffer_len=101"), tmp_path)
 
 
 def prompts(num: int) -> Prompts:
