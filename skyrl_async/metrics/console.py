@@ -172,9 +172,10 @@ class _LiveDisplay:
         self._progress.update(self._task, description=escape(text))
 
     def set_values(self, step: int, values: Mapping[str, float]) -> None:
-        if "reward/mean" in values and step > self._progress.tasks[0].completed:
+        completed = self._progress.tasks[0].completed
+        if "reward/mean" in values and step > completed:
             self._rewards.append(values["reward/mean"])
-        self._progress.update(self._task, completed=step)
+        self._progress.update(self._task, completed=max(step, completed))  # an evaluation may be of an earlier step
         self._cells = cells(values)
 
     def render(self, stages: Sequence[StageStatus]) -> RenderableType:

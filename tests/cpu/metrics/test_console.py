@@ -74,6 +74,16 @@ def test_a_terminal_has_a_row_for_every_stage() -> None:
     assert {"generate processing p7 and 3 more (1.2 s)", "train waiting for input (0.5 s)"} <= rows
 
 
+def test_an_evaluation_of_an_earlier_step_does_not_take_the_progress_bar_back() -> None:
+    console, file = terminal()
+    with console:
+        console.log(8, VALUES)
+        console.log(5, {"reward/eval": 0.9})
+    assert (
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).rpartition("starting")[2].split("/45")[0].endswith(" 8")
+    )
+
+
 def terminal() -> tuple[Console, io.StringIO]:
     file = io.StringIO()
     return Console(True, 45, output=Output(file=file, width=120, force_terminal=True)), file
