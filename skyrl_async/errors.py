@@ -21,6 +21,7 @@ SkyRLAsyncError
 |-- GenerationError         a generator broke its contract, or too many rollouts failed
 |   |-- InvalidResultError  an agent's result has the wrong form
 |   |-- AgentsFailedError   no agent of a run can work, as its first samples show
+|   |-- EnvironmentFailedError  what an agent works in could not be made, or was lost; not the agent's fault
 |   `-- OutageError         nothing could be sampled: no endpoint or no engine answered; not the rollout's fault
 |-- TrainingError           a policy worker failed, or its results are not finite
 |   |-- WeightsWriteError   weights cannot be written: shared memory or a disk is full, or fails

@@ -1,6 +1,7 @@
 """Who may import whom: no circle between files or folders, folders of a size one can survey, few files per heavy dependency."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from skyrl_async import errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("skyrl_async", "skyrl_gym_http")
@@ -184,3 +187,8 @@ def test_light_modules_load_neither_torch_nor_ray_nor_vllm(statement: str) -> No
     code = f"import sys\n{statement}\nsys.exit(', '.join(sorted({{'torch', 'ray', 'vllm'}} & set(sys.modules))) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tree_of_errors_has_every_error() -> None:
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
+    assert {kind.__name__ for kind in kinds} <= set(re.findall(r"\w+", errors.__doc__ or ""))
