@@ -47,7 +47,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for split, name in (("train", "train.jsonl"), ("test", "eval.jsonl")):
-        rows = [json.dumps(row) for row in converted(arguments.folder, split, arguments.env_class)]
+        try:
+            rows = [json.dumps(row) for row in converted(arguments.folder, split, arguments.env_class)]
+        except DatasetError as error:
+            parser.error(f"{arguments.folder} must be a local copy of openai/gsm8k's main: {error}")
         (arguments.out / name).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
         print(f"{arguments.out / name}: {len(rows)} rows")
 

@@ -118,6 +118,15 @@ def test_the_full_set_is_converted_to_rows_that_its_environment_takes(
     assert json.loads((tmp_path / "out" / "eval.jsonl").read_text())["uid"] == "gsm8k-test-0"
 
 
+def test_a_folder_without_the_full_set_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["convert", str(tmp_path / "gsm8k"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        convert.main()
+    assert f"{tmp_path}/gsm8k must be a local copy of openai/gsm8k's main: dataset file" in capsys.readouterr().err
+
+
 def test_a_row_of_the_full_set_without_a_number_is_named(tmp_path: Path) -> None:
     write_split(tmp_path, "train", ["#### 1", "none"])
     with pytest.raises(DatasetError, match=r"train-00000-of-00001\.parquet row 2 needs question, and answer"):
