@@ -41,7 +41,9 @@ class EngineConfig:
     start_timeout_s: float = bounded(600.0, gt=0)
     """An engine that is not up by then stops the run, with its last log lines. Compilation and CUDA graphs take minutes."""
     call_timeout_s: float = bounded(60.0, gt=0)
-    """Deadline of a control call (pause, load, resume, checksum); an engine that misses it counts as dead."""
+    """Deadline of a control call (pause, load, resume, checksum, heartbeat); an engine that misses it counts as dead. Longer than the
+    engine's longest forward pass, which a pause waits for.
+    """
     heartbeat_interval_s: float = bounded(5.0, gt=0)
     """Seconds between the heartbeats asked of an engine."""
     heartbeat_timeout_s: float = 60.0
