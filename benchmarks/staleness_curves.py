@@ -159,7 +159,7 @@ async def measure(config: Config, bound: int, parts: Parts) -> dict[str, Any]:
         "reward_before": totals.reward_before,
         "reward_after": trainer.reward_after,
         "seconds": totals.training_seconds,
-        "steps": totals.steps,
+        "steps": trainer.trained_version,
         "staleness_mean": totals.staleness_sum / totals.trained_groups,
         "staleness_max": totals.staleness_max,
         "ess": mean("policy/ess"),
