@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from skyrl_async.config.schema.fields import from_section
@@ -41,6 +41,8 @@ from skyrl_async.types import Group, Prompt, SamplingParams, Trajectory
 logger = logging.getLogger(__name__)
 
 
+OnFailure = Callable[[Exception], Awaitable[None]]
+"""Called with what ends a run, before groups in flight are cancelled."""
 _COUNTS = (
     *("groups", "trajectories", "tokens", "aborts", "failed_groups", "failed_samples"),
     *("requeued_groups", "requeued_tokens", "side_tokens", "cut_short_samples", "ended_samples", "lost_samples"),
@@ -90,7 +92,7 @@ class GenerationWorkers:
     _group_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
     """Accepts tasks; None before ``run``, and after its end or first failure."""
-    _on_failure: Callable[[Exception], None] = field(default=lambda error: None, init=False)
+    _on_failure: OnFailure | None = field(default=None, init=False)
     _drawing: asyncio.Task[None] | None = field(default=None, init=False)
     """Draws prompts until the data has ended."""
     _counts: Counter[str] = field(default_factory=Counter, init=False)
@@ -129,13 +131,13 @@ class GenerationWorkers:
         """Why the newest failed groups failed, the newest last."""
         return list(self._failures.reasons)
 
-    async def run(self, on_failure: Callable[[Exception], None] = lambda error: None) -> None:
+    async def run(self, on_failure: OnFailure | None = None) -> None:
         """Consumes prompts, produces finished groups, waits for admission; unblocked by versions and ending groups.
 
         Returns after the data and the last group have ended, and closes the buffer. If groups may be requeued, it first waits until
         the trainer has taken all of them. After a cancellation or a failure the groups in flight keep their state for a checkpoint,
-        until ``requeue``. Raises ``GenerationError`` if too many rollouts failed or too many groups were filtered; ``on_failure`` is
-        called at once, before the other groups have ended.
+        until ``requeue``. Raises ``GenerationError`` if too many rollouts failed or too many groups were filtered; the other groups are
+        cancelled once ``on_failure`` has returned.
         """
         self._on_failure = on_failure
         try:
@@ -282,8 +284,8 @@ class GenerationWorkers:
                     if not await self._start_group(lane, tasks):
                         return
         except Exception as error:
-            self._stop_all(error)
-            raise
+            if await self._stop_all(error):
+                raise
 
     async def _start_group(self, lane: Lane, tasks: asyncio.TaskGroup) -> bool:
         """Start the next group once it is admitted; False when the data has ended."""
@@ -308,35 +310,48 @@ class GenerationWorkers:
         self._group_tasks[index] = tasks.create_task(self._run_group(group), name=f"group-{index}-{group.prompt.uid}")
 
     async def _run_group(self, group: _GroupInFlight) -> None:
-        """Generate one group, and record its success or failure; a cancelled group stays in flight.
-
-        The items of the stages are the groups that did not fail.
-        """
-        uid, board = group.prompt.uid, self.board
+        """Generate one group, and record its success or failure; a cancelled group stays in flight."""
+        board = self.board
         try:
             with board.stage("generate").lane() as generate, board.stage("rollout").lane() as rollout:
-                rollout.wait_for_input()
-                await self._turns.next()
                 try:
-                    with generate.processing(uid), recording_tokens_to(group.token_usage):
-                        result = await self.generate(group.admission, group.prompt, group.sample_states, group.progress)
-                except ENDS_RUN:
-                    raise
-                except Exception as error:
-                    await self._fail(group, error)
-                else:
-                    with rollout.processing(uid):
-                        await self._finish(group, result)
-        except Exception as error:
-            self._stop_all(error)
-            raise
+                    await self._pass_through(group, generate, rollout)
+                except Exception as error:  # within the lanes: once a stage has failed, groups that have yet to begin would fail of that
+                    if await self._stop_all(error):
+                        raise
         finally:
             self._group_tasks.pop(group.admission.index, None)
 
-    def _stop_all(self, error: Exception) -> None:
-        """A failure ends every group, and no further one is started."""
+    async def _pass_through(self, group: _GroupInFlight, generate: Lane, rollout: Lane) -> None:
+        """Bring a group through both stages, whose items are the groups that did not fail."""
+        uid = group.prompt.uid
+        rollout.wait_for_input()
+        await self._turns.next()
+        try:
+            with generate.processing(uid), recording_tokens_to(group.token_usage):
+                result = await self.generate(group.admission, group.prompt, group.sample_states, group.progress)
+        except ENDS_RUN:
+            raise
+        except Exception as error:
+            await self._fail(group, error)
+        else:
+            with rollout.processing(uid):
+                await self._finish(group, result)
+
+    async def _stop_all(self, error: Exception) -> bool:
+        """Whether this is the first failure, which ends every group when it is raised, and lets none begin.
+
+        A later one is not raised: it would cut ``on_failure`` short.
+        """
+        if self._tasks is None:
+            logger.warning("a later failure: %r", error)
+            return False
         self._tasks = None
-        self._on_failure(error)
+        if self._drawing is not None and self._drawing is not asyncio.current_task():
+            self._drawing.cancel()
+        if self._on_failure is not None:
+            await self._on_failure(error)
+        return True
 
     def _remove(self, group: _GroupInFlight) -> None:
         """The group is no longer in flight."""

@@ -222,7 +222,7 @@ class FullyAsyncTrainer:
         def start(name: str, running: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
             return tasks.create_task(self._failing_between_steps(running), name=name)
 
-        generating = start("generation", self._run.workers.run(on_failure=self._run.shutdown.remember))
+        generating = start("generation", self._run.workers.run(on_failure=self._remember))
         preparing = start("preparation", self._preparation.run())
         updating = start("param_update", self._weight_update.run(trained))
         start("validation", self._validation.run())
@@ -242,11 +242,16 @@ class FullyAsyncTrainer:
         except Exception as failure:
             root = first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure
             assert isinstance(root, Exception)
-            self._run.shutdown.remember(root)
+            await self._remember(root)
             if _may_save_after(root):
-                await self._saver.collect_open_tokens()
                 await self._run.gate.close()
             raise
+
+    async def _remember(self, failure: Exception) -> None:
+        """Note a failure, and collect what engines have sampled before it cuts them off."""
+        self._run.shutdown.remember(failure)
+        if _may_save_after(failure):
+            await self._saver.collect_open_tokens()
 
     async def _save_at_the_end(self) -> None:
         """Write a last checkpoint where one is due, and always in a shutdown; it includes groups that are being generated."""

@@ -27,6 +27,7 @@ from skyrl_async.errors import (
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.rollout.preparation import Prepare
+from skyrl_async.rollout.worker import OnFailure
 from skyrl_async.runtime.shutdown import ShutdownRequest
 from skyrl_async.runtime.stages import StageState
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -106,6 +107,33 @@ def test_a_failure_in_an_optimizer_step_lets_it_end_and_saves_and_logs_it(
     assert step == simulation.trainer.trained_version > 0
     logged = [step for step, values in simulation.logged if "timing/step" in values]
     assert logged == steps_of_groups == list(range(1, step + 1)), "each step of the checkpoint has its line, once"
+
+
+def test_a_run_that_ends_of_failed_rollouts_saves_the_tokens_that_engines_have_sampled_for_the_others(
+    tmp_path: Path,
+) -> None:
+    settings = replace(BUSY_TRAINER, mean_tokens=1000.0, sigma=0.0, tokens_per_second=10.0, checkpoint_interval_steps=1)
+
+    class ThreeFail(BreaksAt):
+        async def generate(self, request: GroupRequest) -> tuple[Trajectory, ...]:
+            if request.priority in (0, 1, 2):
+                await asyncio.sleep(self.seconds)
+                raise RuntimeError("the tool is broken")
+            return await super().generate(request)
+
+    async def main() -> Simulation:
+        simulation = Simulation(
+            settings, checkpoint_dir=tmp_path, generator_over=lambda client: ThreeFail(client, seconds=50.0)
+        )
+        with pytest.raises(GenerationError, match="the tool is broken"):
+            await simulation.trainer.run()
+        return simulation
+
+    simulation = run_in_virtual_time(main())
+    path = simulation.trainer.newest_checkpoint
+    assert path is not None
+    saved = read_state(path).running
+    assert sum(group.num_sampled_tokens for group in saved) == simulation.engines[0].num_sampled_tokens > 1000
 
 
 IN_BATCHES = replace(
@@ -202,10 +230,10 @@ def test_a_run_ends_with_what_it_failed_of_first_whatever_happens_until_it_has_e
             await asyncio.sleep(collect_s)
             await collect()
 
-        async def generate_and_then(on_failure: Callable[[Exception], None]) -> None:
-            def fail(error: Exception) -> None:
-                on_failure(error)
+        async def generate_and_then(on_failure: OnFailure) -> None:
+            async def fail(error: Exception) -> None:
                 asyncio.get_running_loop().call_later(after_s, AFTERWARDS[what], simulation, stop)
+                await on_failure(error)
 
             await generate(on_failure=fail)
 
