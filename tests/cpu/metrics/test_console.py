@@ -74,6 +74,16 @@ def test_a_terminal_has_a_row_for_every_stage() -> None:
     assert {"generate processing p7 and 3 more (1.2 s)", "train waiting for input (0.5 s)"} <= rows
 
 
+def test_several_lines_of_a_step_are_one_for_an_alarm() -> None:
+    console, file, _ = plain()
+    for step in (3, 4, 5, 6):
+        for _ in range(3):
+            console.log(step, {"engines/slowest_frac": 0.3})
+    assert "alarm" not in file.getvalue()
+    console.log(7, {"engines/slowest_frac": 0.3})
+    assert "alarm" in file.getvalue()
+
+
 def test_an_evaluation_of_an_earlier_step_does_not_take_the_progress_bar_back() -> None:
     console, file = terminal()
     with console:
