@@ -157,7 +157,11 @@ def _check_script(script: str, is_quoted: bool, launch_dir: Path, path: str) -> 
 def _check_module(python: str, module: str, launch_dir: Path, environment: Mapping[str, str]) -> None:
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     asked = [*shlex.split(with_absolute_files(python, launch_dir)), "-c", program, module]
-    if subprocess.run(asked, capture_output=True, cwd="/", env=environment, timeout=_CHECK_TIMEOUT_S).returncode == 1:
+    try:
+        found = subprocess.run(asked, capture_output=True, cwd="/", env=environment, timeout=_CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # a slow disk is no mistake
+        return
+    if found.returncode == 1:
         raise ConfigError(
             f"generator.command must name a module that python finds, got {module!r}: agents run in directories of their own; "
             "install it, or set PYTHONPATH where the run is started"

@@ -438,6 +438,16 @@ def test_programs_are_looked_for_where_agents_find_them(launch_dir: Path, monkey
     check_agent_settings(GeneratorConfig(command="python -m my_agent"))
 
 
+def test_a_module_is_not_refused_where_its_python_takes_too_long_to_say_whether_it_is_there(
+    launch_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(launch_dir / "never")
+    (launch_dir / "python").write_text(f"#!/bin/sh\nexec cat {launch_dir / 'never'}\n")
+    (launch_dir / "python").chmod(0o755)
+    monkeypatch.setattr("skyrl_async.generators.agent.settings._CHECK_TIMEOUT_S", 0.2)
+    check_agent_settings(GeneratorConfig(command="./python -m my_agent"))
+
+
 def test_a_program_given_as_a_module_is_named_where_it_exits_while_it_is_imported(
     launch_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
