@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,6 +214,8 @@ def _content_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _as_text(value: object) -> str:
-    """The default repr contains the object's address, which differs from process to process."""
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)
+def _as_text(value: object) -> str | list[str]:
+    """The value as JSON, without what differs from process to process: addresses, and the order of a set."""
+    if isinstance(value, set | frozenset):
+        return sorted(repr(item) for item in value)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -158,11 +158,12 @@ async def test_a_checkpoint_of_the_same_uids_with_another_content_is_refused(fie
 
 
 async def test_rows_are_the_same_in_another_process_whatever_objects_they_hold() -> None:
-    def rows() -> list[Prompt]:
+    def rows(*numbers: int) -> list[Prompt]:
         extras = {"object": object(), "date": date(2020, 1, 1), 3: "key", "nested": {("a", 1): 2}}
+        extras |= {"function": lambda: 0, "set": set(numbers)}
         return [replace(prompt, extras=extras) for prompt in prompts(UIDS)]
 
-    held, others = rows(), rows()
+    held, others = rows(0, 8), rows(8, 0)  # each has its own order
     saved = _AsyncDataloader(held, seed=0).state_for_checkpoint()
     await _AsyncDataloader(others, seed=0).load_state_from_checkpoint(saved)
 
