@@ -127,10 +127,11 @@ class ChatRenderer:
         """The bytes of one token in a text. A special token has the bytes of its name."""
         return self._speller.spell(token_id)
 
-    def text_ends(self, token_ids: Sequence[int] | TokenIds) -> NDArray[np.int32]:
-        """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens add none."""
+    def text_ends(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = True) -> NDArray[np.int32]:
+        """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens that are skipped add none."""
         found, places = np.unique(column(token_ids, np.int32), return_inverse=True)
-        sizes = [0 if i in self.special_ids else len(self._speller.spell(i)) for i in found.tolist()]
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        sizes = [0 if i in skipped else len(self._speller.spell(i)) for i in found.tolist()]
         return column(column(sizes, np.int32)[places].cumsum(dtype=np.int32), np.int32)
 
     def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:

@@ -144,6 +144,7 @@ class PlannedAnswer:
             completion=Completion(prompt_token_ids=(5,), text="", finish_reason=FinishReason.STOP),
             finish_reason="stop",
             stop_reason=None,
+            skips_special_tokens=True,
         )
 
     async def stream(self, index: int = 0) -> AsyncIterator[AnswerBlock]:

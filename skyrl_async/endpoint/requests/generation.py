@@ -59,6 +59,8 @@ class Answer:
     """``stop``, ``length`` or ``tool_calls``."""
     stop_reason: str | int | None
     """The request's stop string or stop token that ended it."""
+    skips_special_tokens: bool
+    """Whether the completion's text lacks special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,7 @@ class Planned:
             completion=completion,
             finish_reason="tool_calls" if said.tool_calls and is_stop else str(completion.finish_reason),
             stop_reason=stop_string or _stop_token(completion, sampling),
+            skips_special_tokens=sampling.skip_special_tokens,
         )
 
 

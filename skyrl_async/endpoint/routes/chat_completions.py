@@ -63,7 +63,7 @@ class ChatCall(ChoicesCall[ChatCompletionRequest]):
         if not self._body.return_token_ids:
             return {"message": message}
         completion = answer.completion
-        text_ends = self._renderer.text_ends(completion.token_ids)
+        text_ends = self._renderer.text_ends(completion.token_ids, skip_special_tokens=answer.skips_special_tokens)
         origin = {name: getattr(completion, name) for name in ("num_aborts", "engines", "engine_seconds", "asked_at")}
         return {"message": message, "text": completion.text, "text_ends": text_ends} | origin
 

@@ -340,6 +340,8 @@ def test_the_bytes_of_tokens_joined_are_the_text(text: str) -> None:
     assert b"".join(map(RENDERER.token_bytes, ids)) == text.encode()
     sizes = [len(RENDERER.token_bytes(i)) for i in ids]
     assert RENDERER.text_ends((*ids, END)).tolist() == [*accumulate(sizes), sum(sizes)]
+    spelled_out = RENDERER.text_ends((END, *ids), skip_special_tokens=False)
+    assert spelled_out[-1] == len(RENDERER.decode((END, *ids)).encode())
     assert sum(sizes) == len(text.encode())
 
 

@@ -134,12 +134,14 @@ async def test_token_ids_log_probs_and_versions_come_on_request() -> None:
     async with endpoint() as running:
         reply = await running.chat(extra_body={"return_token_ids": True})
         chunks = [c async for c in await running.chat(stream=True, extra_body={"return_token_ids": True})]
+        spelled_out = await running.chat(extra_body={"return_token_ids": True, "skip_special_tokens": False})
     extra = reply.choices[0].model_extra
     assert tuple(reply.model_extra["prompt_token_ids"]) == tuple(RENDERER.render(HELLO))
     assert tuple(extra["token_ids"]) == (*spelled("héllo"), END)
     assert extra["token_logprobs"] == [-0.5] * 3 + [-1.0] * 4
     assert extra["policy_versions"] == [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 7}]
     assert extra["text_ends"] == [1, 2, 3, 4, 5, 6, 6]
+    assert spelled_out.choices[0].model_extra["text_ends"][-1] == 6 + len("<|im_end|>")
     assert extra["num_aborts"] == 1
     assert tuple(chunks[0].model_extra["prompt_token_ids"]) == tuple(RENDERER.render(HELLO))
     assert [c.choices[0].model_extra["policy_versions"] for c in chunks[1:]] == [
