@@ -34,6 +34,7 @@ from skyrl_async.record.sample_record import SampleRecord
 from skyrl_async.types import Group, Trajectory
 from skyrl_async.view.__main__ import DEMO
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 NUM_TOKENS = 200
 _GROUP = 10
 _NUM_WORDS = 150_000
@@ -105,8 +106,7 @@ def write_run(run_dir: Path, *, num_steps: int, num_samples: int, seed: int) -> 
 
 def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
     """Open the run in the page, as a user would."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
+    if CHROMIUM is None:
         raise SystemExit("no Chromium is installed: apt-get install chromium")
     command = [sys.executable, "-m", "skyrl_async.view", str(run_dir), "--port", "0", "--no-browser"]
     clock = [time.perf_counter()]
@@ -127,7 +127,7 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
                 "--no-first-run",
                 "--disable-background-networking",
             )
-            page = playwright.chromium.launch(executable_path=chromium, args=flags).new_page()
+            page = playwright.chromium.launch(executable_path=CHROMIUM, args=flags).new_page()
             page.set_default_timeout(120_000)
             lap()
             page.goto(address)

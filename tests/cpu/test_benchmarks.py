@@ -31,6 +31,8 @@ from benchmarks.staleness_policies import Case, at_equal_bounds
 from benchmarks.staleness_policies import measure as measure_policy
 from benchmarks.staleness_tables import tables
 from benchmarks.turn_policy import make_policy
+from benchmarks.view_page import CHROMIUM, write_run
+from benchmarks.view_page import measure as measure_page
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.rules.notices import advice
 from skyrl_async.registries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -492,6 +494,13 @@ def test_a_correction_without_a_run_at_the_bound_of_0_has_no_difference_in_the_t
     rows = [learned("none", bound, 0, 0.9) for bound in (0, 4)] + [learned("icepop", 4, 0, 0.7)]
     table = tables({"rows": rows, "against_no_staleness": against_no_staleness(rows, 100)})["learning"]
     assert table.endswith("\n| `icepop` |  | 0.70 |  |")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
+def test_the_benchmark_of_the_page_finds_what_it_waits_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", num_steps=40, num_samples=400, seed=0)
+    assert all(value > 0 for value in measure_page(tmp_path / "run", 400).values())
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import skyrl_async.view
-from benchmarks.view_page import measure, write_run
 from skyrl_async.chat.turns import RowTurn
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import Outcome
@@ -578,8 +577,3 @@ def test_the_recorded_run_that_ships_shows_alarms_calls_branches_failures_and_a_
         expect(page.locator(".turn.assistant .token").first).to_be_visible()
         expect(page.locator(".call b").first).to_have_text("look")
         assert page.evaluate("browse.samples[0].some((s) => s.branch) && browse.samples[0].some((s) => s.reason)")
-
-
-def test_the_benchmark_of_the_page_finds_what_it_waits_for(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", num_steps=40, num_samples=400, seed=0)
-    assert all(value > 0 for value in measure(tmp_path / "run", 400).values())
