@@ -35,6 +35,7 @@ from skyrl_async.types import Group, Trajectory
 from skyrl_async.view.__main__ import DEMO
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 NUM_TOKENS = 200
 _GROUP = 10
 _NUM_WORDS = 150_000
@@ -120,14 +121,7 @@ def measure(run_dir: Path, num_samples: int) -> dict[str, Any]:
             assert server.stdout is not None
             address = server.stdout.readline().split()[0]
             figures = {"boot_s": lap()}
-            flags = (
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-quic",
-                "--no-first-run",
-                "--disable-background-networking",
-            )
-            page = playwright.chromium.launch(executable_path=CHROMIUM, args=flags).new_page()
+            page = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS).new_page()
             page.set_default_timeout(120_000)
             lap()
             page.goto(address)

@@ -39,8 +39,6 @@ from skyrl_async.weights.formats import TIED_HEAD
 if TYPE_CHECKING:
     from skyrl_async.tasks.warm_start import WarmStartProgress
 
-"""Stored in files although tied embeddings make it no parameter of its own."""
-
 ProgressFn = Callable[[str], None]
 """Takes one line about the current phase."""
 

@@ -88,9 +88,8 @@ class Console:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step, and a new alarm. A value that the step lacks keeps its last state."""
         self._values.update(values)
-        before = (
-            self._rows.pop() if self._rows and self._rows[-1]["step"] == step else {}
-        )  # alarms count steps, not lines
+        # Alarms count steps, not lines.
+        before = self._rows.pop() if self._rows and self._rows[-1]["step"] == step else {}
         self._rows.append({**before, "step": step, **values, **engine_figures(self._engines())})
         known = {alarm.name for alarm in self._alarms}
         self._alarms = list(alarms(self._rows, self._failures, self._alarms))

@@ -9,9 +9,10 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from benchmarks.view_page import CHROMIUM, FLAGS
 from skyrl_async.view.__main__ import DEMO
 from tests.cpu.forked_workers import forking_workers
-from tests.cpu.view.test_page import CHROMIUM, FLAGS, served
+from tests.cpu.view.test_page import served
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 

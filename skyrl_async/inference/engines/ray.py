@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, SchedulingStrategyT
 
 from skyrl_async.errors import EngineDeadError, EngineStartError
 from skyrl_async.inference.engine_life import EngineLife
@@ -31,7 +31,6 @@ from skyrl_async.types import EngineOutput, EngineRequest, PauseMode, WeightUpda
 
 logger = logging.getLogger(__name__)
 
-Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 _NUM_LOG_LINES_SHOWN = 20
 _GRACE_S = 5.0
 """How much longer the caller waits, so that an engine misses its own deadline first and says why."""
@@ -193,7 +192,7 @@ async def start_ray_engines(
     *,
     num_cpus: float = 0.0,
     num_gpus: float = 0.0,
-    scheduling_strategies: Sequence[Strategy] | None = None,
+    scheduling_strategies: Sequence[SchedulingStrategyT] | None = None,
     must_be_here: bool = False,
     start_timeout_s: float = 300.0,
     log_dir: Path,
@@ -257,7 +256,7 @@ def _make_actor(
     log_path: Path,
     num_cpus: float,
     num_gpus: float,
-    strategy: Strategy | None,
+    strategy: SchedulingStrategyT,
     on_failure: contextlib.ExitStack,
 ) -> ActorHandle:
     environment = {"VLLM_LOGGING_LEVEL": "INFO"}

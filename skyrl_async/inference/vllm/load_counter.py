@@ -1,7 +1,7 @@
 """What a core says of its load after each of its steps. vLLM's own loggers would also keep metrics for Prometheus, unread here."""
 
 import time
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,8 +24,8 @@ class LoadCounter:
         """Up to the core's last step."""
         self._busy_since: float | None = None
         """When the core's last step ended, if it went on with the next one at once."""
-        self._loads: list[tuple[float, float]] = []
-        """When weights were loaded: from, to."""
+        self._loads: deque[tuple[float, float]] = deque(maxlen=8)
+        """When weights were loaded last: from, to. What a load preempts is told with the core's next step."""
 
     def listen(self, llm: "AsyncLLM") -> None:
         """Count what comes from the core of ``llm``, which was made in ``reporting_cores``."""
@@ -50,13 +50,9 @@ class LoadCounter:
 
         events = [event for output in outputs if output.events for event in output.events]
         times = [event.timestamp for event in events if event.type == EngineCoreEventType.PREEMPTED]
-        if num := sum(not self._is_in_load(at) for at in times):
+        if num := sum(not any(began <= at <= ended for began, ended in self._loads) for at in times):
             self.load = replace(self.load, num_preemptions=self.load.num_preemptions + num)
         return pass_on(outputs, *args, **kwargs)
-
-    def _is_in_load(self, at: float) -> bool:
-        index = bisect_right(self._loads, at, key=lambda load: load[0]) - 1
-        return index >= 0 and at <= self._loads[index][1]
 
     def _add(self, pass_on: Any, stats: "SchedulerStats | None") -> None:
         pass_on(stats)

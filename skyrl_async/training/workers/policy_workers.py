@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import psutil
 import ray
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError, WorkerCrashedError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, SchedulingStrategyT
 
 from skyrl_async.errors import ConfigError, DeadlineError, SkyRLAsyncError, TrainingError, WorkerDiedError
 from skyrl_async.runtime.heartbeat import DEFAULT, Heartbeat, listening
@@ -36,8 +36,6 @@ from skyrl_async.training.workers.rank_actor import (
     process_at,
 )
 from skyrl_async.weights.transfer_group import GroupPlace
-
-Strategy: TypeAlias = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
 
 _COLLECTIVE_GRACE_S = 60.0
 """How much longer a rank waits for another one than a call may take, so that a call past its deadline says so."""
@@ -67,7 +65,7 @@ class PolicyWorkers(PolicyOverRanks):
         num_workers: int,
         num_cpus_per_worker: float = 0.0,
         num_gpus_per_worker: float = 0.0,
-        scheduling_strategies: Sequence[Strategy | None] | None = None,
+        scheduling_strategies: Sequence[SchedulingStrategyT] | None = None,
         call_timeout_s: float = 1800.0,
         heartbeat: Heartbeat = DEFAULT,
         policy_path: Callable[[], Awaitable[Path]] | None = None,

@@ -211,33 +211,40 @@ async def test_a_lost_connection_is_an_engine_death_for_methods_that_go_on_and_f
         other.transport.abort()
 
 
-async def test_calls_keep_their_order_while_they_connect_and_one_without_an_answer_in_time_is_an_engine_death(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@asynccontextmanager
+async def calling(
+    monkeypatch: pytest.MonkeyPatch, *, call_timeout_s: float
+) -> AsyncIterator[tuple[CountingEngine, RayEngine]]:
+    """An engine, and what calls it without a grace."""
     monkeypatch.setattr(ray_engine, "_GRACE_S", 0.0)
     async with connected() as (engine, _, address):
         started = StartedEngine(
-            max_model_len=1, node_id="", address=address, call_timeout_s=PATIENCE_S, checksum_timeout_s=PATIENCE_S
+            max_model_len=1,
+            node_id="",
+            address=address,
+            call_timeout_s=call_timeout_s,
+            checksum_timeout_s=PATIENCE_S,
         )
         called = RayEngine("engine-0", None, started)
-        await asyncio.gather(called.resume(), called.checksum(), called.version())
-        assert engine.done == ["resume", "checksum", "version"]
-        called._started = replace(started, call_timeout_s=0.01)
-        with pytest.raises(EngineDeadError, match=r"engine engine-0: no answer to pause within 0.01 s"):
-            await called.pause(PauseMode.KEEP)
+        yield engine, called
         assert called._connection is not None
         called._connection.transport.abort()
+
+
+async def test_calls_keep_their_order_while_they_connect_and_one_without_an_answer_in_time_is_an_engine_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with calling(monkeypatch, call_timeout_s=PATIENCE_S) as (engine, called):
+        await asyncio.gather(called.resume(), called.checksum(), called.version())
+        assert engine.done == ["resume", "checksum", "version"]
+        called._started = replace(called._started, call_timeout_s=0.01)
+        with pytest.raises(EngineDeadError, match=r"engine engine-0: no answer to pause within 0.01 s"):
+            await called.pause(PauseMode.KEEP)
 
 
 async def test_an_engine_that_compares_the_bytes_it_loads_has_the_time_of_a_checksum_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_engine, "_GRACE_S", 0.0)
-    async with connected() as (engine, _, address):
-        started = StartedEngine(
-            max_model_len=1, node_id="", address=address, call_timeout_s=0.1, checksum_timeout_s=PATIENCE_S
-        )
-        called = RayEngine("engine-0", None, started)
+    async with calling(monkeypatch, call_timeout_s=0.1) as (engine, called):
         await called.load_weights(WeightUpdate(version=1, path="", manifest={}, num_bytes=0, is_compared=True))
-        assert engine.done == ["load_weights"] and called._connection is not None
-        called._connection.transport.abort()
+        assert engine.done == ["load_weights"]

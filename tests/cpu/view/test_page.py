@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import skyrl_async.view
+from benchmarks.view_page import CHROMIUM, FLAGS
 from skyrl_async.chat.turns import RowTurn
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.record.ended import Outcome
@@ -29,8 +30,6 @@ from tests.cpu.record.test_sample_record import ended, row
 from tests.cpu.view.test_run import append
 from tests.patience import PATIENCE_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 COMMAND = Path(skyrl_async.view.__file__).with_name("__main__.py")
 pytestmark = [
     pytest.mark.slow,
