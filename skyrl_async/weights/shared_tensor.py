@@ -7,7 +7,7 @@ tensor until the others are done with it.
 
 torch's own handles of CUDA tensors are for a sender that does not wait. They count the one process that opens them, and keep the memory
 until it has, for ever if none does. They also carry an event to wait for, which the opener never releases. Here the owner says when a
-tensor is complete and when it ends, so neither is used.
+tensor is complete and when it ends, so an opener uses neither.
 """
 
 import base64
@@ -26,7 +26,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 _DEVICE_ARGUMENT = 6
 """Index in ``rebuild_cuda_tensor``'s arguments of the device's number, which differs between processes."""
 _COUNTER_ARGUMENTS = slice(11, 13)
-"""Likewise, of torch's reference counter."""
+"""Likewise, of torch's reference counter: its file and its place there."""
+_NO_COUNTER = (b"", 0)
+"""An opener counts down as it releases the memory, which it does not in a file that it cannot open. Counted down by the owner too, an
+unsigned counter would begin again at its largest value, and torch would keep the memory for ever."""
 _WAITS_FOR_EVENT_ARGUMENT = 14
 """Likewise, of whether to wait for the event."""
 
@@ -104,6 +107,7 @@ class SharedTensor:
         _, reduced = reduce_tensor(self._copy)
         self._counters.append(reduced[_COUNTER_ARGUMENTS])
         arguments = list(reduced)
+        arguments[_COUNTER_ARGUMENTS] = _NO_COUNTER
         arguments[_WAITS_FOR_EVENT_ARGUMENT] = False
         return base64.b64encode(pickle.dumps(arguments)).decode()
 
