@@ -5,7 +5,8 @@ Versions are published one after the other; a row holds medians over them. The f
 each weight goes, and memory is used for the first time. The copy is made by one thread of this process, between two buffers that were
 written before, after each publish and beside the same requests. ``acknowledge_ms`` pass before a pause: in them the engine ends the step
 that it is in, whose tokens count. ``asked_to_resumed_per_copy`` is with that. With ``--lora-rank`` adapters train on every linear layer: a
-row for them merged into the weights that are published, and one for them published alone.
+row for them merged into the weights that are published, and one for them published alone. With ``--device cuda`` the worker and the engine
+share one GPU, and the copy is made on it.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from skyrl_async.metrics.trace import Trace
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.protocol import SendingPolicy
 from skyrl_async.types import EngineRequest, PauseMode, SamplingParams
-from skyrl_async.weight_sync.broadcast import WeightBroadcast
+from skyrl_async.weight_sync.broadcast import WeightBroadcast, from_devices, from_files_alone
 from skyrl_async.weight_sync.publisher import PublishTimes, WeightPublisher
 
 NUM_REQUESTS = 8
@@ -76,6 +77,8 @@ SIZES = (
     _size("60M", "float32", 16384, 512, 14, 8, 64),
     _size("500M", "bfloat16", 32768, 1024, 28, 16, 128),
 )
+SIZES_ON_REQUEST = (_size("2B", "bfloat16", 151936, 2048, 28, 16, 128),)
+"""For GPUs."""
 
 
 @dataclass(slots=True)
@@ -112,40 +115,50 @@ class Clocked:
         return num_tokens / (time.monotonic() - began)
 
 
-def make_policy(directory: Path, size: Size, seed: int) -> int:
-    """Write a random policy; returns its parameters."""
+def make_policy(directory: Path, size: Size, seed: int, device: str) -> int:
+    """Write a random policy, made on the device; returns its parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         **size.shape, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, size.dtype))
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, size.dtype))
     model.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextlib.asynccontextmanager
 async def publisher_of(
-    size: Size, lora: LoraConfig | None, policy_dir: Path, root: Path, transfer: str
+    size: Size, lora: LoraConfig | None, policy_dir: Path, root: Path, *, transfer: str, device: str
 ) -> AsyncIterator[tuple[WeightPublisher, InferenceEngine]]:
     """A publisher over a policy worker and an engine that run."""
     from skyrl_async.inference.engines.ray import start_ray_engines
     from skyrl_async.inference.vllm.boot import VLLMEngineConfig
     from skyrl_async.training.workers.policy_workers import PolicyWorkers
 
-    settings = TrainingSettings(policy_path=str(policy_dir), serve_dtype=size.dtype, lora=lora)
+    settings = TrainingSettings(
+        policy_path=str(policy_dir),
+        serve_dtype=size.dtype,
+        lora=lora,
+        device=device,
+        shares_weights=transfer == "ipc",
+    )
+    num_gpus = 0.5 if device == "cuda" else 0.0
     adapter = settings.published_adapter
     config = VLLMEngineConfig(
         name="engine-0",
         policy_dir=str(policy_dir),
         dtype=size.dtype,
+        device=device,
+        gpu_memory_utilization=0.3,
         adapter_rank=0 if adapter is None else adapter.rank,
         max_model_len=MAX_MODEL_LEN,
         call_timeout_s=300.0,
     )
     async with contextlib.AsyncExitStack() as stack:
-        policy = await PolicyWorkers.start(settings, num_workers=1)
+        policy = await PolicyWorkers.start(settings, num_workers=1, num_gpus_per_worker=num_gpus)
         stack.push_async_callback(policy.close)  # started first: it takes most memory while it makes its optimizer's
-        (engine,) = await start_ray_engines([config], log_dir=root / "logs", start_timeout_s=600.0)
+        (engine,) = await start_ray_engines([config], num_gpus=num_gpus, log_dir=root / "logs", start_timeout_s=600.0)
         stack.push_async_callback(engine.close)
         directory = stack.enter_context(directory_in_memory(shared_memory()))
         publisher = WeightPublisher(
@@ -157,36 +170,46 @@ async def publisher_of(
             pause_mode=PauseMode.ABORT,
             trace=Trace(None, time.monotonic),
             broadcast=_broadcast(policy, transfer),
+            share=from_devices(policy) if transfer == "ipc" else from_files_alone,
         )
         yield publisher, engine
 
 
 def _broadcast(policy: SendingPolicy, transfer: str) -> WeightBroadcast | None:
-    if transfer == "shm":
+    if transfer != "gloo":
         return None
     return WeightBroadcast(
         policy=policy, backend=transfer, must_receive=lambda _: True, bucket_bytes=64 << 20, timeout_s=60.0
     )
 
 
-def copy_seconds(num_bytes: int) -> float:
-    """Of a plain copy, between buffers that are used again for every 128 MiB: several times what caches hold."""
-    size = min(num_bytes, 128 << 20)
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+def copy_seconds(num_bytes: int, device: str) -> float:
+    """Of a plain copy, between buffers that are used again for every 128 MiB (1 GiB on a GPU): several times what caches hold."""
+    size = min(num_bytes, 128 << 20 if device == "cpu" else 1 << 30)
+    source, target = (make(size, dtype=torch.uint8, device=device) for make in (torch.ones, torch.zeros))
+    _synchronize(device)
     started = time.perf_counter()
     for start in range(0, num_bytes, size):
         num_left = min(size, num_bytes - start)
         target[:num_left].copy_(source[:num_left])
+    _synchronize(device)
     return time.perf_counter() - started
 
 
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 async def measure(
-    size: Size, lora: LoraConfig | None, *, num_publishes: int, seed: int, transfer: str
+    size: Size, lora: LoraConfig | None, *, num_publishes: int, seed: int, transfer: str, device: str
 ) -> dict[str, Any]:
     """One row."""
     with tempfile.TemporaryDirectory() as scratch:
-        num_parameters = make_policy(Path(scratch) / "policy", size, seed)
-        async with publisher_of(size, lora, Path(scratch) / "policy", Path(scratch), transfer) as (publisher, engine):
+        num_parameters = make_policy(Path(scratch) / "policy", size, seed, device)
+        root, policy_dir = Path(scratch), Path(scratch) / "policy"
+        processes = publisher_of(size, lora, policy_dir, root, transfer=transfer, device=device)
+        async with processes as (publisher, engine):
             tokens, done, copies, during, rates = Clocked(), [], [], [], []
             async with asyncio.TaskGroup() as tasks:
                 playing = [tasks.create_task(tokens.play(engine, i), name=f"request-{i}") for i in range(NUM_REQUESTS)]
@@ -198,7 +221,7 @@ async def measure(
                     sent = began + times.gather + times.send
                     if version >= NUM_WARM_UP:
                         done.append(times)
-                        copies.append(copy_seconds(times.num_bytes))
+                        copies.append(copy_seconds(times.num_bytes, device))
                         during.append(tokens.count(began, sent))
                         rates.append(rate)
                 for task in playing:
@@ -244,24 +267,45 @@ def _ways(rank: int | None) -> list[LoraConfig | None]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument(
-        "--sizes", nargs="+", choices=[size.name for size in SIZES], help="of the policies; all of them"
+        "--sizes",
+        nargs="+",
+        choices=[size.name for size in (*SIZES, *SIZES_ON_REQUEST)],
+        help="of the policies; all but 2B",
     )
     parser.add_argument("--lora-rank", type=int, help="of adapters that train in place of the weights; none by default")
-    parser.add_argument("--transfer", choices=["shm", "gloo"], default="shm", help="how the engine comes by a version")
+    parser.add_argument(
+        "--transfer", choices=["shm", "gloo", "ipc"], default="shm", help="how the engine comes by a version"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the policy worker and the engine")
     options = parser.parse_args()
+    if options.transfer == "ipc" and options.device != "cuda":
+        parser.error("--transfer ipc needs --device cuda: CUDA IPC is for memory of CUDA devices")
     import ray
 
     torch.set_num_threads(1)
     num_publishes = 3 if options.quick else 9
     wanted = options.sizes or (["2M", "60M"] if options.quick else [size.name for size in SIZES])
     under = conditions(
-        num_publishes=num_publishes, num_requests=NUM_REQUESTS, is_quick=options.quick, transfer=options.transfer
+        num_publishes=num_publishes,
+        num_requests=NUM_REQUESTS,
+        is_quick=options.quick,
+        transfer=options.transfer,
+        device=torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
     )
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=4)
     try:
         rows = [
-            asyncio.run(measure(size, lora, num_publishes=num_publishes, seed=options.seed, transfer=options.transfer))
-            for size in SIZES
+            asyncio.run(
+                measure(
+                    size,
+                    lora,
+                    num_publishes=num_publishes,
+                    seed=options.seed,
+                    transfer=options.transfer,
+                    device=options.device,
+                )
+            )
+            for size in (*SIZES, *SIZES_ON_REQUEST)
             if size.name in wanted
             for lora in _ways(options.lora_rank)
         ]
