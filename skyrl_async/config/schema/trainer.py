@@ -171,7 +171,7 @@ class TrainerConfig:
     deterministic: bool = False
     """Nothing that is trained depends on how long anything took: groups are trained in the order of admission, weights change when no group
     is in flight, and count_buffered_as_in_flight is off. With engine=deterministic two runs are equal bit for bit; policy workers on CUDA
-    take deterministic kernels for that, which has not been run.
+    take deterministic kernels for that.
     """
     seed: int = bounded(0, ge=0, lt=2**63)
     """Seed of everything that is drawn: shuffling, the warm start, sampling where the engine allows."""

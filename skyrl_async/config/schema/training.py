@@ -15,9 +15,9 @@ class DeepSpeedConfig:
     zero_stage: int = bounded(2, ge=0, le=3)
     """What ZeRO shards over the ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state, and step, in the host's memory; zero_stage >= 1, on cuda. It has not been run."""
+    """Keep the optimizer's state, and step, in the host's memory; zero_stage >= 1, on cuda."""
     offload_param: bool = False
-    """Keep weights in the host's memory until they are used; zero_stage 3, on cuda. It has not been run."""
+    """Keep weights in the host's memory until they are used; zero_stage 3, on cuda."""
     config: str | None = None
     """JSON in DeepSpeed's format with further settings, such as bucket sizes. Batch sizes, accumulation, optimizer, schedule, clipping and
     precision are ours: a file that sets them to other values is refused.
