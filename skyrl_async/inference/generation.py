@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_async.columns import NO_LOGPROBS, VersionSpans, fields_of
-from skyrl_async.errors import InferenceError
+from skyrl_async.columns import NO_LOGPROBS, TokenIds, VersionSpans, fields_of
+from skyrl_async.errors import InferenceError, PromptTooLongError, RequestRefusedError
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.types import EngineOutput, EngineRequest, FinishReason
 
@@ -32,6 +32,17 @@ BUDGET_USED = EngineOutput(finish_reason=FinishReason.LENGTH)
 ABORTED = EngineOutput(finish_reason=FinishReason.ABORT)
 _MAX_BLOCKS = 256
 """Blocks kept apart: a block of one token takes a hundred times the memory of its token."""
+
+
+def check_prompt(engine: str, token_ids: TokenIds, *, max_model_len: int, vocabulary_size: int) -> None:
+    """Raise ``PromptTooLongError``, or ``RequestRefusedError`` for a token id that the policy has no weights for: vLLM's core would end."""
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(len(token_ids), max_model_len)
+    unknown = token_ids[(token_ids < 0) | (token_ids >= vocabulary_size)]
+    if unknown.size:
+        raise RequestRefusedError(
+            f"engine {engine} cannot serve a prompt with token id {unknown[0]}: the policy has 0 to {vocabulary_size - 1}"
+        )
 
 
 class GenerationState:

@@ -20,8 +20,8 @@ from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, T
 from transformers.utils import logging as transformers_logging
 
 from skyrl_async.columns import VersionSpans
-from skyrl_async.errors import InferenceError, PromptTooLongError, PublishError, RequestRefusedError
-from skyrl_async.inference.generation import OpenCalls, joined
+from skyrl_async.errors import InferenceError, PublishError, RequestRefusedError
+from skyrl_async.inference.generation import OpenCalls, check_prompt, joined
 from skyrl_async.inference.policy_files import UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import CutOff, EngineLoad, pause_then_load
 from skyrl_async.inference.vllm.adapter import MergedAdapters
@@ -102,9 +102,8 @@ class DeterministicEngine:
                 f"engine {self.name} is deterministic and knows neither penalties nor structured output; "
                 "leave them out, or set engine.backend=vllm"
             )
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
+        size = self._model.get_input_embeddings().num_embeddings
+        check_prompt(self.name, request.prompt_token_ids, max_model_len=self.max_model_len, vocabulary_size=size)
         sequence = _Sequence(self._model, request, self._stop_token_ids)
         with self._calls.tracking(request) as state:
             reason = None

@@ -25,11 +25,10 @@ from skyrl_async.errors import (
     EngineDeadError,
     EngineStartError,
     InferenceError,
-    PromptTooLongError,
     PublishError,
     RequestRefusedError,
 )
-from skyrl_async.inference.generation import belongs_to, joined
+from skyrl_async.inference.generation import belongs_to, check_prompt, joined
 from skyrl_async.inference.policy_files import TOKENIZER_FILES, UpdateValidator, eos_token_ids, require_as_sent
 from skyrl_async.inference.protocol import CutOff, EngineLoad
 from skyrl_async.inference.vllm.adapter import AdapterSlot
@@ -329,9 +328,8 @@ class VLLMEngine:
 
         await self._changes.until(lambda: not self._is_switching)
         self._cut_off.check()
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLongError(num_prompt_tokens, self.max_model_len)
+        size = self._llm.model_config.get_vocab_size()
+        check_prompt(self.name, request.prompt_token_ids, max_model_len=self.max_model_len, vocabulary_size=size)
         if request.sampling.structured is not None and self._llm.model_config.skip_tokenizer_init:
             raise RequestRefusedError(
                 f"engine {self.name} cannot constrain an answer to a grammar: {self._config.policy_dir} has no tokenizer "

@@ -299,6 +299,10 @@ async def test_stop_tokens_budget_and_context_end_a_request(policies: tuple[Path
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     with pytest.raises(PromptTooLongError):
         await engine.generate(make_request(GREEDY, (5,) * 20))
+    with pytest.raises(
+        RequestRefusedError, match=r"engine engine cannot serve a prompt with token id -1: the policy has 0 to \d+"
+    ):
+        await engine.generate(make_request(GREEDY, (5, -1)))
 
 
 async def test_a_request_that_is_evicted_comes_back_with_its_tokens_and_others_stay(

@@ -219,12 +219,16 @@ async def test_an_aborting_pause_freezes_the_engine_while_a_request_is_in_it_tha
     assert beside.result().finish_reason is FinishReason.ABORT
 
 
-async def test_an_engine_without_a_tokenizer_refuses_grammars_and_serves_on(engine_0: VLLMEngine) -> None:
+async def test_an_engine_without_a_tokenizer_refuses_grammars_and_unknown_tokens_and_serves_on(
+    engine_0: VLLMEngine,
+) -> None:
     constrained = make_request("a", structured=StructuredOutput(json_object=True))
     with pytest.raises(RequestRefusedError, match=r"cannot constrain an answer.*has no tokenizer \(none of tokenizer"):
         await engine_0.generate(constrained)
     with pytest.raises(RequestRefusedError, match="presence_penalty"):
         await engine_0.generate(make_request("b", presence_penalty=5.0))
+    with pytest.raises(RequestRefusedError, match="cannot serve a prompt with token id 300: the policy has 0 to 299"):
+        await engine_0.generate(make_request("c", (5, 300)))
     await engine_0.pause(PauseMode.ABORT)
     assert (await engine_0.statistics())["num_requests"] == 0
     await engine_0.resume()
