@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_async.inference.policy_files import has_tokenizer, num_weight_bytes, read_config
@@ -32,6 +33,7 @@ _SAME_IN_VLLM = (
 )
 """Settings with the same name and meaning in vLLM's ``AsyncEngineArgs``."""
 _PR_SET_PDEATHSIG = 1
+_NUMA_NODES = Path("/sys/devices/system/node")
 _CORE_END_S = 5.0
 """Longest wait for an ended core's exit code."""
 _cores: list[BaseProcess] = []
@@ -94,6 +96,9 @@ def _set_environment(config: VLLMEngineConfig) -> None:
         if config.enforce_eager:
             # vLLM's sampler would be compiled all the same, in each core at its first answer: seconds, 20 on a machine's first run.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if config.tensor_parallel_size > len(list(_NUMA_NODES.glob("node[0-9]*"))):
+            # vLLM binds the threads of each worker to a NUMA node of its own, and does not boot where there are too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     elif config.dtype == "float32":
         # FlashAttention takes 16-bit dtypes only, and Triton's attention would multiply with 10 bits of mantissa (tf32), unlike layers
         # and training: log-probs would differ by more than rounding.

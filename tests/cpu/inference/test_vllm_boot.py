@@ -17,6 +17,7 @@ from skyrl_async.config.schema.policy import LARGEST_SERVED_RANK
 from skyrl_async.inference.engines import ray as ray_engine
 from skyrl_async.inference.engines.connection import EngineAddress
 from skyrl_async.inference.engines.ray import StartedEngine, start_ray_engines
+from skyrl_async.inference.vllm import boot as vllm_boot
 from skyrl_async.inference.vllm.adapter import supported_rank
 from skyrl_async.inference.vllm.boot import VLLMEngineConfig, _arguments, _BoundForkContext, _set_environment
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -156,3 +157,15 @@ def test_engines_that_ray_may_put_on_one_gpu_boot_one_after_another(
     engines = run_in_virtual_time(starting)
     assert [engine.name for engine in engines] == [config.name for config in configs]
     assert max(num_booting) == most_at_once
+
+
+@pytest.mark.parametrize(("num_workers", "num_nodes", "expected"), [(1, 1, None), (2, 1, "nobind"), (2, 2, None)])
+def test_workers_of_an_engine_on_a_cpu_are_bound_to_no_cores_where_numa_nodes_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_workers: int, num_nodes: int, expected: str | None
+) -> None:
+    for number in range(num_nodes):
+        (tmp_path / f"node{number}").mkdir()
+    monkeypatch.setattr(vllm_boot, "_NUMA_NODES", tmp_path)
+    config = VLLMEngineConfig(name="engine-0", policy_dir="", tensor_parallel_size=num_workers)
+    assert variable_at_boot(monkeypatch, config, "VLLM_CPU_OMP_THREADS_BIND", None) == expected
+    assert variable_at_boot(monkeypatch, config, "VLLM_CPU_OMP_THREADS_BIND", "0|1") == "0|1"
