@@ -95,9 +95,11 @@ def _write_prompts(path: Path, *, doubled: bool) -> float:
     return sum(len(extend(digits) or "") for digits in chosen) / len(chosen)
 
 
-def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """One row per case."""
-    _run(work / "policy", "trainer.num_steps=40", "evaluation.num_prompts=0")
+def measure(
+    work: Path, num_steps: int, cases: Sequence[Case], *, seed: int, training_steps: int
+) -> list[dict[str, Any]]:
+    """One row per case, of a policy that was trained for ``training_steps``."""
+    _run(work / "policy", f"trainer.num_steps={training_steps}", "evaluation.num_prompts=0", f"trainer.seed={seed}")
     for doubled in (False, True):
         _write_prompts(work / f"prompts-{doubled}.jsonl", doubled=doubled)
 
@@ -111,6 +113,7 @@ def measure(work: Path, num_steps: int, cases: Sequence[Case]) -> list[dict[str,
             "trainer.checkpoint_interval_steps=0",
             f"trainer.num_steps={steps + WARM_UP_STEPS}",
             f"{_S}={_BOUND}",
+            f"trainer.seed={seed}",
         ]
 
     def calibrated(number: int) -> Measured:
@@ -162,8 +165,9 @@ def _conditions_of_runs(keep: Path, now: dict[str, Any]) -> dict[str, Any]:
         file.write_text(json.dumps(now))
         return now
     kept: dict[str, Any] = json.loads(file.read_text())
-    if kept["steps"] != now["steps"]:
-        raise SystemExit(f"--steps must be {kept['steps']}, as of the runs in {keep}, got {now['steps']}")
+    for name in ("steps", "seed"):
+        if kept[name] != now[name]:
+            raise SystemExit(f"--{name} must be {kept[name]}, as of the runs in {keep}, got {now[name]}")
     return kept | {"forecast": {name: now[name] for name in ("commit", "is_modified")}}
 
 
@@ -175,12 +179,14 @@ def main() -> None:
         "--keep", type=Path, help="keep the runs in this directory; those that it has are not run again"
     )
     given = parser.parse_args()
-    cases = [case for case in CASES if not given.quick or case.what in ("the same again", "S = 0")]
-    before = conditions(steps=given.steps)
+    cases = [case for case in CASES if not given.quick or case.what == "S = 0"]
+    num_steps, training_steps = (5, 4) if given.quick else (given.steps, 40)
+    before = conditions(steps=num_steps, seed=given.seed)
     with tempfile.TemporaryDirectory() as work:
         if given.keep is not None:
             before = _conditions_of_runs(given.keep, before)
-        rows = measure((given.keep or Path(work)).resolve(), given.steps, cases)
+        directory = (given.keep or Path(work)).resolve()
+        rows = measure(directory, num_steps, cases, seed=given.seed, training_steps=training_steps)
     errors = [abs(row["error"]) for row in rows]
     before_errors = [abs(row["predicted_before_step_s"] / row["measured_step_s"] - 1) for row in rows]
     figures = {
