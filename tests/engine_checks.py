@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from skyrl_async.columns import TokenIds, token_ids
 from skyrl_async.inference.engines.ray import RayEngine
-from skyrl_async.inference.vllm.engine import VLLMEngine
+from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
 from skyrl_async.types import (
     Adapter,
     EngineOutput,
@@ -46,6 +46,18 @@ _SIZES = {
     "pad_token_id": 0,
     "initializer_range": 0.3,
 }
+
+
+def config_on_gpu(name: str, policy_dir: Path, **settings: Any) -> VLLMEngineConfig:
+    """Of an engine that does not measure, as it boots, what other tests leave of the GPU: they end meanwhile."""
+    return VLLMEngineConfig(
+        name=name,
+        policy_dir=str(policy_dir),
+        device="cuda",
+        gpu_memory_utilization=0.1,
+        extra_args={"kv_cache_memory_bytes": 1 << 30},
+        **settings,
+    )
 
 
 def make_policy(directory: Path, *, seed: int, is_tied: bool, max_model_len: int = MAX_MODEL_LEN) -> Path:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.weight_sync.broadcast import from_devices, from_files_alone
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.shared_tensor import SharedTensor, opened
-from tests.engine_checks import make_policy, make_update, publish
+from tests.engine_checks import config_on_gpu, make_policy, make_update, publish
 from tests.transfer_checks import mixed_tensors
 
 pytestmark = pytest.mark.slow
@@ -75,9 +74,7 @@ async def test_weights_that_are_shared_are_those_of_the_file_and_their_memory_is
             num_workers=1,
             num_gpus_per_worker=0.5,
         )
-        config = VLLMEngineConfig(
-            name="engine-0", policy_dir=str(old), device="cuda", dtype=dtype, gpu_memory_utilization=0.2
-        )
+        config = config_on_gpu("engine-0", old, dtype=dtype)
         (engine,) = await start_ray_engines([config], num_gpus=0.5, log_dir=tmp_path / "logs")
         checksums = []
         for version, share in ((1, from_files_alone), (3, from_devices(policy)), (5, from_devices(policy))):

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from skyrl_async.errors import WeightsTransferError
-from skyrl_async.inference.vllm.boot import VLLMEngineConfig
 from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.weight_sync.broadcast import WeightBroadcast
 from skyrl_async.weight_sync.publisher import WeightPublisher
 from skyrl_async.weights.transfer_group import NCCL, WeightSender
-from tests.engine_checks import make_policy, make_update, publish
+from tests.engine_checks import config_on_gpu, make_policy, make_update, publish
 from tests.patience import PATIENCE_S
 from tests.transfer_checks import Receiver, assert_what_is_sent_arrives, form_group, mixed_tensors, published
 
@@ -88,9 +87,7 @@ async def test_weights_that_are_broadcast_are_those_that_are_mapped(
         policy = await PolicyWorkers.start(
             TrainingSettings(policy_path=str(new), device="cuda"), num_workers=1, num_gpus_per_worker=1.0
         )
-        config = VLLMEngineConfig(
-            name="engine-0", policy_dir=str(old), device="cuda", dtype="float32", gpu_memory_utilization=0.2
-        )
+        config = config_on_gpu("engine-0", old, dtype="float32")
         (engine,) = await start_ray_engines([config], num_gpus=1.0, log_dir=tmp_path / "logs")
         broadcast = WeightBroadcast(
             policy=policy, backend=NCCL, must_receive=lambda _: True, bucket_bytes=100_000, timeout_s=PATIENCE_S

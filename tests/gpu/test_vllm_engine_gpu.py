@@ -12,10 +12,11 @@ import pytest_asyncio
 import torch
 
 from skyrl_async.errors import EngineDeadError
-from skyrl_async.inference.vllm.engine import VLLMEngine, VLLMEngineConfig
+from skyrl_async.inference.vllm.engine import VLLMEngine
 from skyrl_async.types import FinishReason, PauseMode
 from tests.engine_checks import (
     PROMPTS,
+    config_on_gpu,
     generate_all,
     generate_with_retries,
     make_adapter_update,
@@ -43,15 +44,7 @@ class Engines:
 
 
 async def start(policy_dir: Path, name: str, dtype: str = "float32", adapter_rank: int = 0) -> VLLMEngine:
-    config = VLLMEngineConfig(
-        name=name,
-        policy_dir=str(policy_dir),
-        device="cuda",
-        dtype=dtype,
-        adapter_rank=adapter_rank,
-        gpu_memory_utilization=0.2,
-    )
-    return await VLLMEngine.start(config)
+    return await VLLMEngine.start(config_on_gpu(name, policy_dir, dtype=dtype, adapter_rank=adapter_rank))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["untied", "tied"])
