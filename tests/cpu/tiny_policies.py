@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_async.columns import Advantages, TopTokens
@@ -172,8 +173,13 @@ def assert_close(here: dict[str, Tensor], there: dict[str, Tensor], *, atol: flo
         torch.testing.assert_close(tensor, there[name], atol=atol, rtol=0.0, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def full_copy(tensor: Tensor) -> Tensor:
+    """A copy, of every rank's part where it is sharded; then collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
 def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
-    """What FSDP has accumulated, full, by parameter."""
+    """What was accumulated, full, by parameter."""
     backend: Any = policy._rank._backend
     parameters: dict[str, Any] = getattr(backend, "_inner", backend)._parameters
-    return {name: p.grad.full_tensor().clone() for name, p in parameters.items() if p.grad is not None}
+    return {name: full_copy(p.grad) for name, p in parameters.items() if p.grad is not None}

@@ -35,7 +35,8 @@ class FSDPBackend(ShardedBackend):
     """FSDP2 over all ranks of the default process group.
 
     Gradients are reduced in float32 and summed, not averaged. Several ranks reduce them after every backward, so that each accumulates its
-    shard only. A single rank, whose shard is the full gradient, saves those copies.
+    shard only. A single rank, whose shard is the full gradient, saves those copies. One that neither offloads nor computes in bfloat16 has
+    plain parameters, and saves the gathered ones.
 
     With ``trains=False`` there is no optimizer: the model computes forwards, of weights that ``load_weights`` replaces. Before that they
     are version 0.
@@ -94,8 +95,8 @@ class FSDPBackend(ShardedBackend):
     def _full(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         for name, parameter in parameters.items():
-            assert isinstance(parameter, DTensor)
-            yield name, parameter.detach().to(self._device).full_tensor()
+            own = parameter.detach().to(self._device)
+            yield name, own.full_tensor() if isinstance(own, DTensor) else own
 
     @torch.no_grad()
     def load_weights(self, update: WeightUpdate) -> None:
@@ -118,10 +119,10 @@ class FSDPBackend(ShardedBackend):
                     )
             self._reshard()
             for name, parameter in self._parameters.items():
-                assert isinstance(parameter, DTensor)
-                full = self._file_names.read(name, file.get_tensor).to(device=self._device, dtype=parameter.dtype)
-                sharded = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.copy_(sharded)
+                new = self._file_names.read(name, file.get_tensor).to(device=self._device, dtype=parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    new = distribute_tensor(new, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(new)
         self.version = update.version
 
     def _load(self, directory: Path) -> None:
@@ -181,11 +182,14 @@ class FSDPBackend(ShardedBackend):
 
 
 def _shard(model: nn.Module, device: torch.device, *, mixed_precision: bool, cpu_offload: bool) -> None:
-    """Shard a model per decoder layer over all ranks, in place.
+    """Shard a model per decoder layer over all ranks, in place, or move it to ``device`` where there is nothing to shard.
 
     With ``cpu_offload``, shards, gradients and optimizer state stay in the host's memory. A layer is on ``device`` only while it computes.
     """
     num_ranks = dist.get_world_size()
+    if num_ranks == 1 and not mixed_precision and not cpu_offload:
+        model.to(device)
+        return
     mesh = init_device_mesh(device.type, (num_ranks,))
     dtype = torch.bfloat16 if mixed_precision else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

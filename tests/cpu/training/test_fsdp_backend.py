@@ -26,6 +26,7 @@ from tests.cpu.tiny_policies import (
     advantages,
     assert_close,
     export_weights,
+    full_copy,
     gradients,
     num_tokens,
     weights,
@@ -51,7 +52,7 @@ def adam_state(policy: InProcessPolicy) -> dict[str, torch.Tensor]:
     """Moments and step numbers of the optimizer, full, by parameter."""
     backend: Any = policy._rank._backend
     return {
-        f"{name}.{kind}": getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().clone()
+        f"{name}.{kind}": full_copy(tensor)
         for name, parameter in backend._trained.items()
         for kind, tensor in backend._optimizer.state[parameter].items()
     }

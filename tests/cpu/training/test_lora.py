@@ -30,6 +30,7 @@ from tests.cpu.tiny_policies import (
     advantages,
     assert_close,
     export_weights,
+    full_copy,
     num_tokens,
     train,
     trajectories,
@@ -70,11 +71,11 @@ def parameters(policy: InProcessPolicy) -> dict[str, nn.Parameter]:
 
 
 def values(policy: InProcessPolicy) -> dict[str, Tensor]:
-    return {name: p.detach().full_tensor().clone() for name, p in parameters(policy).items()}
+    return {name: full_copy(p) for name, p in parameters(policy).items()}
 
 
 def gradients(policy: InProcessPolicy) -> dict[str, Tensor]:
-    return {name: p.grad.full_tensor().clone() for name, p in parameters(policy).items() if p.grad is not None}
+    return {name: full_copy(p.grad) for name, p in parameters(policy).items() if p.grad is not None}
 
 
 def source_of(policy_directory: Path) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import LogprobModel, RowLogprobs
 from tests.cpu import tiny_policies
-from tests.cpu.tiny_policies import assert_close, trajectories, weights, write_policy
+from tests.cpu.tiny_policies import assert_close, full_copy, trajectories, weights, write_policy
 from tests.cpu.two_ranks import OneOfTwo, RankPair
 
 pytestmark = pytest.mark.slow
@@ -101,9 +101,7 @@ def first_moments(rank: PolicyRank) -> dict[str, Tensor]:
     backend: Any = rank._backend
     backend = getattr(backend, "_inner", backend)
     if rank._settings.deepspeed is None:
-        return {
-            name: backend._optimizer.state[p]["exp_avg"].full_tensor().clone() for name, p in backend._trained.items()
-        }
+        return {name: full_copy(backend._optimizer.state[p]["exp_avg"]) for name, p in backend._trained.items()}
     from deepspeed.utils import safe_get_full_optimizer_state
 
     def moment(parameter: torch.nn.Parameter) -> Tensor:

@@ -15,7 +15,7 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.dispatch import split_work
 from skyrl_async.training.workers.rank import PolicyRank
 from skyrl_async.types import Trajectory
-from tests.cpu.tiny_policies import VOCABULARY, assert_close, with_columns, write_policy
+from tests.cpu.tiny_policies import VOCABULARY, assert_close, full_copy, with_columns, write_policy
 from tests.cpu.two_ranks import NUM_RANKS, OneOfTwo, RankPair
 
 MEMORY: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def train(policy: PolicyRank, num_ranks: int, index: int, checkpoint: Path | Non
     work = split_work(*rows(), 0, settings=policy._settings, num_ranks=num_ranks)[index]
     figures = policy.forward_backward(work)
     parameters: dict[str, Any] = policy._backend._parameters  # type: ignore[attr-defined]
-    gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in parameters.items()}
+    gradients = {name: full_copy(parameter.grad) for name, parameter in parameters.items()}
     step = policy.step(75)
     policy.save(save)
     weights = {name: tensor.clone() for name, tensor in policy._backend.iter_full_params()}
