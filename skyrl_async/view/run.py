@@ -181,8 +181,14 @@ class ViewedRun:
         self._tokenizer = self._tokenizer or read_tokenizer(self.directory)
         if self._tokenizer is None:  # a run of other tokens shows texts alone
             return None
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, token) or "" for token in token_ids]
+        stream, pieces = DecodeStream(skip_special_tokens=False), list[str]()
+        for token in token_ids:
+            try:
+                pieces.append(stream.step(self._tokenizer, token) or "")
+            except Exception:  # its only type of error: bytes that are no UTF-8 change a text that was given before
+                stream = DecodeStream(skip_special_tokens=False)
+                pieces.append(stream.step(self._tokenizer, token) or "")
+        return pieces
 
 
 def _num_rows(file: SamplesFile) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
+from tokenizers.models import BPE
 
 from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.trace import Trace
@@ -211,6 +214,17 @@ def test_each_token_has_its_text_once_the_tokenizer_is_known(run: ViewedRun) -> 
     assert pieces is not None and len(pieces) == len(ids) and "".join(pieces) == tokenizer.decode(ids)
     with pytest.raises(LookupError, match="no row 99"):
         run.sample(99)
+
+
+def test_bytes_that_are_no_text_leave_the_tokens_after_them_readable(run: ViewedRun) -> None:
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), "cat", "▁dog"]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=[], byte_fallback=True))  # as of Llama 2
+    tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    tokenizer.save(str(run.directory / TOKENIZER))
+    pieces = run._pieces([ids["cat"], ids["<0x65>"], ids["<0x8C>"], ids["cat"], ids["▁dog"]])
+    assert pieces is not None and len(pieces) == 5
+    assert pieces[0] == "cat" and "".join(pieces).endswith("cat dog")
 
 
 def test_the_longest_waits_name_the_group_that_ended_them(run: ViewedRun) -> None:
