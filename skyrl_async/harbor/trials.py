@@ -100,7 +100,8 @@ class HarborTrials:
             raise kind(f"the trial failed in its {stage.replace('_', ' ')}: {words}")
         reward = reward_of(rewards, task.uid)
         others = {f"reward/{name}": float(value) for name, value in rewards.items() if name != "reward"}
-        return AgentResult(reward=reward, metrics=metrics | others, logs=found["logs"])
+        logs = {name: text.replace(task.api_key, "<key>") for name, text in found["logs"].items()}
+        return AgentResult(reward=reward, metrics=metrics | others, logs=logs)
 
     async def close(self) -> None:
         """End the runner with all trials that still run."""
@@ -183,5 +184,6 @@ def reward_of(rewards: dict[str, float] | None, uid: str) -> float:
 
 
 def _without_names(message: str, task: AgentTask) -> str:
-    """The message without what differs from trial to trial, so that equal reasons are counted together."""
+    """The message without its session's key and what else differs from trial to trial, so that equal reasons are counted together."""
+    message = message.replace(task.api_key, "<key>")
     return re.sub(rf"{re.escape(str(task.working_dir.absolute()))}/[\w.-]+", "the trial", message)

@@ -152,6 +152,31 @@ async def test_a_reward_that_is_not_finite_is_told_as_the_verifiers(tmp_path: Pa
     await trials.close()
 
 
+LEAKING = """#!{python}
+import json
+print(json.dumps(dict(ready=True, version="0")), flush=True)
+asked = json.loads(input())
+said = "OPENAI_API_KEY=" + asked["trial"]["agent"]["env"]["OPENAI_API_KEY"]
+failure = dict(stage="agent_execution", type="Error", message=said) if {has_failed} else None
+trial = dict(id=asked["id"], rewards=dict(reward=1.0), seconds=dict(), logs=dict(agent=said), is_late=False, has_error=False)
+print(json.dumps(dict(**trial, failure=failure)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+async def test_no_log_and_no_reason_of_a_trial_has_the_key_of_its_session(tmp_path: Path, has_failed: bool) -> None:
+    python = written(tmp_path / "python", LEAKING.format(python=sys.executable, has_failed=has_failed))
+    (tmp_path / "trial").mkdir()
+    trials = HarborTrials(HarborConfig(), "terminus-2", python, agent_timeout_s=60.0)
+    task = replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial", api_key="sk-secret")
+    if has_failed:
+        with pytest.raises(GenerationError, match="Error: OPENAI_API_KEY=<key>$"):
+            await trials.run(task)
+    else:
+        assert (await trials.run(task)).logs == {"agent": "OPENAI_API_KEY=<key>"}
+    await trials.close()
+
+
 async def test_trials_fail_at_once_whose_runner_writes_more_than_can_be_read(tmp_path: Path) -> None:
     python = written(tmp_path / "python", RUNNER.format(python=sys.executable, reward=1.0, num_chars=17 << 20))
     (tmp_path / "trial").mkdir()
