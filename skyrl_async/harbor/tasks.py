@@ -3,6 +3,7 @@
 Reads files only. Whether an image can be built is known once a trial tries.
 """
 
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
 
 
 def _uid(task: Path, directory: Path) -> str:
-    return task.name if task == directory else str(task.relative_to(directory))
+    return Path(os.path.abspath(task)).name if task == directory else str(task.relative_to(directory))
 
 
 def _read(task: Path, uid: str) -> Prompt | str:

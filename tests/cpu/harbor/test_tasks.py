@@ -28,6 +28,15 @@ def test_each_directory_of_a_task_is_a_prompt_with_its_instruction(directory: Pa
     assert alone.uid == "visitors-1"
 
 
+@pytest.mark.parametrize(("launch_dir", "name"), [("visitors-1", "."), ("visitors-1/tests", "..")])
+def test_a_task_around_the_launch_directory_has_its_own_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, launch_dir: str, name: str
+) -> None:
+    monkeypatch.chdir(directory / launch_dir)
+    (alone,) = load_tasks(Path(name), "task.harbor.path")
+    assert alone.uid == "visitors-1"
+
+
 def test_all_tasks_that_cannot_be_used_are_named_at_once(directory: Path) -> None:
     (directory / "visitors-0/tests/test.sh").unlink()
     (directory / "visitors-1/instruction.md").write_text(" \n")
