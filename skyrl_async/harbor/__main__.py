@@ -83,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=8, help="trials at once (default: 8)")
     parser.add_argument("--python", help="of an environment with Harbor; default: one that is made and kept")
     given = parser.parse_args(arguments)
+    if given.at_once < 1:
+        parser.error(f"--at-once must be at least 1, got {given.at_once}")
     try:
         prompts = load_tasks(given.directory, "DIR")
         python = harbor_python(given.python, cache_dir=Path(Config().cache_dir), say=_say)

@@ -131,6 +131,12 @@ def test_the_check_of_tasks_judges_the_rewards_that_trials_are_trained_with(
     assert capsys.readouterr().out == f"visitors-0: {expected}\n"
 
 
+def test_a_check_of_no_trial_at_once_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check_tasks([str(tmp_path), "--at-once", "0"])
+    assert "--at-once must be at least 1, got 0" in capsys.readouterr().err
+
+
 RUNNER = """#!{python}
 import json
 print(json.dumps(dict(ready=True, version="0")), flush=True)
