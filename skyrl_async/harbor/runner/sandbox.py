@@ -240,7 +240,10 @@ class Sandbox:
         if done.status != 0 or len(done.output) >= _MAX_COPY_BYTES:
             words = _last_line(done.error) or f"more than {_MAX_COPY_BYTES >> 20} MiB"
             raise SandboxError(f"{source} could not be copied out: {words}")
-        _unpack(done.output, Path(source).name, target)
+        try:
+            _unpack(done.output, Path(source).name, target)
+        except tarfile.TarError as error:
+            raise SandboxError(f"{source} could not be copied out: {error}") from error
 
     async def _carry(self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry a connection from inside to ``host:port``."""
@@ -332,9 +335,14 @@ def _pack(source: Path, target: str) -> tuple[bytes, str]:
 
 
 def _unpack(packed: bytes, name: str, target: Path) -> None:
-    """Unpack a file called ``name`` to ``target``, or a directory's content into it, without devices and links that lead out."""
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+    """Unpack a file called ``name`` to ``target``, or a directory's content into it, without devices and links that lead out.
+
+    Raises ``TarError`` for what becomes larger than it is packed: root inside may have replaced ``tar``.
+    """
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
         members = [member for member in archive if not member.isdev()]
+        if sum(member.size for member in members) > len(packed):
+            raise tarfile.ReadError("its files have holes")
         if [member.name for member in members] == [name] and members[0].isfile():
             target.parent.mkdir(parents=True, exist_ok=True)
             content = archive.extractfile(members[0])

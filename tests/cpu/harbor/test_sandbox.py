@@ -137,6 +137,17 @@ async def test_files_come_out_as_files_and_no_link_leads_out(sandbox: Sandbox, t
         await sandbox.get("/nothing", tmp_path / "nothing")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="of another user's files there is no copy to change")
+@pytest.mark.parametrize("program", ['tar.real "$@" | gzip', 'exec tar.real -S "$@"'], ids=["packed", "holes"])
+async def test_what_comes_out_is_no_larger_than_what_is_read(sandbox: Sandbox, tmp_path: Path, program: str) -> None:
+    (tmp_path / "tar").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "tar").chmod(0o755)
+    await sandbox.run("mkdir /left && truncate -s 8M /left/zeros && cp /usr/bin/tar /usr/bin/tar.real")
+    await sandbox.put(tmp_path / "tar", "/usr/bin/tar")
+    with pytest.raises(SandboxError, match="/left could not be copied out: "):
+        await sandbox.get("/left", tmp_path / "left")
+
+
 async def test_what_runs_inside_ends_with_the_sandbox_and_waiting_commands_are_told(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     sandbox = await Sandbox.start(tmp_path / "base", LIMITS)
