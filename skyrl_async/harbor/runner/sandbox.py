@@ -133,8 +133,15 @@ class Sandbox:
             control.close()
             await _end(process)
             raise
-        for one, target in zip(listening, forwarded.values(), strict=True):
-            sandbox._servers.append(await asyncio.start_server(partial(sandbox._carry, *target), sock=one))
+        try:
+            for one, target in zip(listening, forwarded.values(), strict=True):
+                carry = partial(sandbox._carry, *target)
+                sandbox._servers.append(await asyncio.start_server(carry, sock=one, start_serving=False))
+            for server in sandbox._servers:
+                await server.start_serving()
+        except BaseException:
+            await sandbox.close()
+            raise
         return sandbox
 
     async def __aenter__(self) -> Self:

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from skyrl_async.harbor.runner.sandbox import TIMED_OUT, Limits, Sandbox, SandboxError
@@ -160,6 +162,22 @@ async def test_what_runs_inside_ends_with_the_sandbox_and_waiting_commands_are_t
     with pytest.raises(SandboxError, match="closed"):
         await waiting
     assert not pids_of(mark)
+
+
+async def test_nothing_is_left_of_a_start_that_is_cancelled_once_it_is_up(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_server, others = asyncio.start_server, psutil.Process().children()
+
+    async def cancelled(*args: Any, **kwargs: Any) -> asyncio.Server:
+        starting.cancel()
+        return await start_server(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "start_server", cancelled)
+    starting = asyncio.create_task(Sandbox.start(tmp_path / "base", LIMITS, forwarded={8000: ("127.0.0.1", 1)}))
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert psutil.Process().children() == others
 
 
 def test_nothing_is_left_after_its_owner_was_killed(tmp_path: Path) -> None:
