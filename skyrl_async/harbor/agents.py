@@ -51,6 +51,11 @@ def harbor_name(name: str) -> str:
     return next((harbor for harbor, agent in _AGENTS.items() if agent.harness == name), name)
 
 
+def works_inside(name: str) -> bool:
+    """Whether the agent's program runs in the task's environment, and asks the policy from there."""
+    return name in _AGENTS
+
+
 def agent_config(name: str, task: AgentTask) -> dict[str, Any]:
     """Fields of Harbor's ``AgentConfig`` for the agent of that name, or of a ``module:Class``, with the task's session."""
     kind = {"import_path": name} if ":" in name else {"name": name}

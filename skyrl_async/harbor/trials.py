@@ -22,7 +22,7 @@ from skyrl_async.errors import EnvironmentFailedError, GenerationError
 from skyrl_async.generators.agent.generator import DIRECTORY_MARK
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.reward import AgentEpisode, EpisodeReward
-from skyrl_async.harbor.agents import agent_config, harbor_name, install_programs, with_programs
+from skyrl_async.harbor.agents import agent_config, harbor_name, install_programs, with_programs, works_inside
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harnesses.install import Say
@@ -125,6 +125,8 @@ class HarborTrials:
         kwargs = dict(self._settings.environment_kwargs)
         if self._settings.environment == "local":
             kwargs |= {"base": str(place / "base"), "forwarded": [(port, url.hostname, port)]}
+            if works_inside(self._agent):  # where there is the loopback interface alone, whatever server.host is
+                task = replace(task, base_url=url._replace(netloc=f"127.0.0.1:{port}").geturl())
         agent = agent_config(self._agent, task)
         agent["kwargs"] |= self._settings.agent_kwargs
         return {

@@ -169,6 +169,28 @@ print(json.dumps(dict(**trial, failure=failure)), flush=True)
 """
 
 
+TELLING = """#!{python}
+import json
+print(json.dumps(dict(ready=True, version="0")), flush=True)
+asked = json.loads(input())
+trial, rewards = asked["trial"], dict(reward=1.0)
+said = dict(asks=trial["agent"]["base_url"], carried=str(trial["environment_kwargs"]["forwarded"]))
+told = dict(id=asked["id"], rewards=rewards, seconds=dict(), logs=said, is_late=False, has_error=False, failure=None)
+print(json.dumps(told), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("agent", "host"), [("codex", "127.0.0.1"), ("terminus-2", "10.0.0.5")])
+async def test_an_agent_inside_a_sandbox_asks_the_loopback_interface(tmp_path: Path, agent: str, host: str) -> None:
+    python = written(tmp_path / "python", TELLING.format(python=sys.executable))
+    (tmp_path / "trial").mkdir()
+    trials = HarborTrials(HarborConfig(), agent, python, agent_timeout_s=60.0)
+    task = replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial", base_url="http://10.0.0.5:8000/v1")
+    said = (await trials.run(task)).logs
+    assert said == {"asks": f"http://{host}:8000/v1", "carried": "[[8000, '10.0.0.5', 8000]]"}
+    await trials.close()
+
+
 @pytest.mark.parametrize("has_failed", [True, False])
 async def test_no_log_and_no_reason_of_a_trial_has_the_key_of_its_session(tmp_path: Path, has_failed: bool) -> None:
     python = written(tmp_path / "python", LEAKING.format(python=sys.executable, has_failed=has_failed))
