@@ -125,8 +125,8 @@ class MetricsFile:
                 many as means over neighbouring steps.
         """
         places = self._column(by) if by in self._columns else np.empty(0)
-        inside = np.flatnonzero((places >= begin) & (places <= end))
-        first, last = (max(0, inside[0] - 1), inside[-1] + 2) if len(inside) else (0, 0)
+        first = max(0, int(np.sum(places < begin)) - 1)
+        last = len(places) - int(np.sum(places > end)) + 1
         stride = -(-(min(last, len(places)) - first) // MAX_POINTS) or 1
         return {
             name: _means(self._column(name)[first:last], stride).tolist()

@@ -84,7 +84,18 @@ def test_a_long_series_is_thinned_to_means_and_loses_no_rare_value(tmp_path: Pat
     assert near["reward/eval"][2] == 0.25
     wide = metrics.series([], "step", 1000, 6999)
     assert len(wide["step"]) == 1501 and wide["step"][:2] == [1000.5, 1004.5]
-    assert metrics.series([], "step", 20_000)["step"] == []
+    assert metrics.series([], "step", 20_000)["step"] == [9999]
+
+
+@pytest.mark.parametrize(("begin", "end", "steps"), [(2.2, 2.8, [2, 3]), (2, 2, [1, 2, 3]), (9, 10, [3]), (-1, 0, [1])])
+def test_figures_of_a_time_come_with_their_neighbours(
+    tmp_path: Path, begin: float, end: float, steps: list[int]
+) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    append(tmp_path / "metrics.jsonl", *map(step, range(1, 4)))
+    metrics.read()
+    assert metrics.series(["reward/mean"], "step", begin, end)["step"] == steps
+    assert metrics.series(["reward/mean"], "time_s", 2 * begin, 2 * end)["step"] == steps
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
