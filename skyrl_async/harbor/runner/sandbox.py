@@ -326,17 +326,31 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class _Archive(tarfile.TarFile):
-    """Holds what links lead to; a link that leads nowhere stays one."""
+    """Holds what links lead to; a link that leads nowhere, to its neighbours, or back to a directory it is in, stays one."""
+
+    packed: Path
 
     def gettarinfo(self, name: Any = None, arcname: str | None = None, fileobj: Any = None) -> tarfile.TarInfo:
-        self.dereference = os.path.exists(name)
+        self.dereference = not os.path.islink(name) or not _stays(Path(name), self.packed.resolve())
         return super().gettarinfo(name, arcname, fileobj)
+
+
+def _stays(link: Path, packed: Path) -> bool:
+    """Whether a link is to stay one in an archive of ``packed``: what it leads to is missing, there too, or without an end."""
+    if not link.exists():
+        return True
+    place, target = link.parent.resolve(), link.resolve()
+    is_of_neighbours = (
+        place.is_relative_to(packed) and target.is_relative_to(packed) and not link.readlink().is_absolute()
+    )
+    return is_of_neighbours or target in {around.resolve() for around in link.parents}
 
 
 def _pack(source: Path, target: str) -> tuple[bytes, str]:
     """The archive that becomes ``target``, and the directory to unpack it in."""
     packed = io.BytesIO()
     with _Archive(fileobj=packed, mode="w") as archive:
+        archive.packed = source
         archive.add(source, arcname="." if source.is_dir() else Path(target).name)
     return packed.getvalue(), target if source.is_dir() else str(Path(target).parent)
 

@@ -124,6 +124,27 @@ async def test_a_link_that_leads_nowhere_stays_one_and_a_missing_file_is_named(
         await sandbox.put(tmp_path / "missing", "/app")
 
 
+async def test_links_that_lead_in_circles_are_copied_once(sandbox: Sandbox, tmp_path: Path) -> None:
+    for name in ("in/a", "in/b", "out"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "note").write_text(name)
+    for link, target in (
+        ("in/one", "."),
+        ("in/two", "."),
+        ("in/self", "self"),
+        ("in/a/b", "../b"),
+        ("in/b/a", "../a"),
+        ("in/out", "../out"),
+    ):
+        (tmp_path / link).symlink_to(target)
+    for name in ("one", "two"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "out")
+    async with asyncio.timeout(PATIENCE_S):
+        await sandbox.put(tmp_path / "in", "/app")
+    assert await printed(sandbox, "cat /app/one/two/a/b/a/note /app/out/note") == "in/aout"
+    assert await printed(sandbox, "find /app -type f | wc -l") == "3\n"
+
+
 async def test_files_come_out_as_files_and_no_link_leads_out(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "note").write_text("hello")
