@@ -131,7 +131,7 @@ class TrainerConfig:
     is finished; up to policy_mini_batch_size * (max_staleness_steps + 1), the most that are open. 1 is the order of admission. Null: 0.3 of
     the most.
     """
-    policy_mini_batch_size: int = bounded(64, ge=1)
+    policy_mini_batch_size: int = 64
     """Groups per optimizer step. Default: with groups of 8 the 512 samples of a step of verl's DAPO scripts (32 groups of 16); SkyRL's
     GSM8K script takes 256 groups of 5.
     """
@@ -258,9 +258,10 @@ class TrainerConfig:
 
     def _check_batch(self) -> None:
         """Raise ``ConfigError`` unless batches consist of whole mini-batches, the run of whole batches, and publishes come between them."""
-        epochs = self.update_epochs_per_batch
+        epochs, mini = self.update_epochs_per_batch, self.policy_mini_batch_size
         require(epochs >= 1, "trainer.update_epochs_per_batch", ">= 1", epochs)
-        size, mini, num_steps = self.batch_size, self.policy_mini_batch_size, self.steps_per_batch
+        require(mini >= 1, "trainer.policy_mini_batch_size", ">= 1", mini)
+        size, num_steps = self.batch_size, self.steps_per_batch
         expected = f"a multiple of trainer.policy_mini_batch_size ({mini})"
         require(size >= mini and size % mini == 0, "trainer.train_batch_size", expected, size)
         if num_steps == 1:

@@ -377,6 +377,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["policy.hidden_size=100"], r"divide half of policy.hidden_size \(100\), got 4"),
         (["policy.num_layers=0"], r"policy.num_layers must be >= 1, got 0"),
+        (["trainer.policy_mini_batch_size=0"], "trainer.policy_mini_batch_size must be >= 1, got 0"),
         (["task.num_train_prompts=4"], r"policy_mini_batch_size must be <= task.num_train_prompts \(4\), got 8"),
         (["generator.n_samples_per_prompt=1"], "must be >= 2 with .*estimator=grpo, got 1: a group of one has no adv"),
         (
