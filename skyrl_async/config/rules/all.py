@@ -71,12 +71,15 @@ def task_rules(config: Config) -> Iterator[str]:
         )
     yield from policy.tiny_policy_rules(config)
     size, prompts = trainer.batch_size, task.num_train_prompts
-    if not is_dataset and task.name != HARBOR_TASK and size > prompts:
+    makes_prompts = not is_dataset and task.name != HARBOR_TASK
+    if makes_prompts and size > prompts:
         key = "policy_mini_batch_size" if trainer.train_batch_size is None else "train_batch_size"
         yield f"trainer.{key} must be <= task.num_train_prompts ({prompts}), got {size}"
     nothing = "nothing would be evaluated"
     if trainer.eval_only and not config.evaluation.num_prompts:
         yield f"evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0: {nothing}"
+    if trainer.eval_only and makes_prompts and not task.num_eval_prompts:
+        yield f"task.num_eval_prompts must be >= 1 with trainer.eval_only=true, got 0: {nothing}"
     if trainer.eval_only and is_dataset and not task.eval_files:
         yield f"task.eval_files must name held-out prompts with trainer.eval_only=true, got []: {nothing}"
     if trainer.eval_only and task.name == HARBOR_TASK and task.harbor.eval_path is None:

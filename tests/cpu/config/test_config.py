@@ -573,6 +573,8 @@ def test_missing_weight_shards_are_named(tmp_path: Path) -> None:
 def test_an_evaluation_of_no_prompts_is_refused() -> None:
     with pytest.raises(ConfigError, match="evaluation.num_prompts must be >= 1 with trainer.eval_only=true, got 0"):
         config_of("trainer.eval_only=true", "evaluation.num_prompts=0")
+    with pytest.raises(ConfigError, match="task.num_eval_prompts must be >= 1 with trainer.eval_only=true, got 0"):
+        config_of("trainer.eval_only=true", "task.num_eval_prompts=0")
     with pytest.raises(ConfigError, match="task.eval_files must name held-out prompts with trainer.eval_only=true"):
         config_of("trainer.eval_only=true", "task.name=dataset", "task.train_files=[a]", "policy.path=DIR")
 
