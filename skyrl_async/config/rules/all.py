@@ -180,8 +180,9 @@ def generator_rules(config: Config) -> Iterator[str]:
     if task.name == HARBOR_TASK and (not is_agent or generator.harness is None):
         found = kind if not is_agent else ", ".join(named)
         yield f"generator.harness must name an agent with task=harbor (generator=agent generator.harness=terminus-2), got {found}"
-    if task.name == HARBOR_TASK and generator.reward is not None:
-        yield f"generator.reward must be null with task=harbor, whose tasks bring verifiers, got {generator.reward!r}"
+    for key, reward in (("generator.reward", generator.reward), ("task.reward", task.reward)):
+        if task.name == HARBOR_TASK and reward is not None:
+            yield f"{key} must be null with task=harbor, whose tasks bring verifiers, got {reward!r}"
     is_shipped = generator.harness is not None and task.name != HARBOR_TASK
     if generator.harness_args and not is_shipped:
         where = "generator.harbor.agent_kwargs" if generator.harness is not None else "generator.command"

@@ -427,6 +427,17 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["generator=agent", "generator.command=x", "server.num_front_ends=9", "server.port=65530"],
             "server.port must be <= 65527 with 9 front ends, each on a port of its own, got 65530",
         ),
+        (
+            [
+                "task=harbor",
+                "task.harbor.path=x",
+                "task.reward=a:b",
+                "policy.path=DIR",
+                "generator=agent",
+                "generator.harness=terminus-2",
+            ],
+            "task.reward must be null with task=harbor, whose tasks bring verifiers, got 'a:b'",
+        ),
         (["task=trail"], "generator must be agent with task=trail, whose tool the agent runs, got gym"),
         (["server.session_max_turns=0"], "server.session_max_turns must be >= 1, got 0"),
         (["trainer.resume_mode=latest"], "trainer.output_dir must name the run to continue .*latest, got null"),
