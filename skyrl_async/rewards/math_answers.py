@@ -27,7 +27,7 @@ MAX_BOXES = 16
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])(?: +(?=\{))?")
 _MARKED_LINE = re.compile(r"(?:####|(?i:\banswer)[ *]*:)([^\n]*)")
 _DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$()\[\]]|\\ |\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
+    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;:$()\[\] ]|\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
 )
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _UNIT = re.compile(
@@ -126,7 +126,7 @@ def _taken_apart(answer: str) -> tuple[str, str, str]:
 
 
 def _condensed(text: str) -> str:
-    text = _SPACED_MIXED.sub(r"\1\\frac{\2}{\3}", text).replace(" ", "")
+    text = "".join(_SPACED_MIXED.sub(r"\1\\frac{\2}{\3}", text).split())
     for pattern, whole in _SHORT_FORMS:
         text = pattern.sub(whole, text)
     return text

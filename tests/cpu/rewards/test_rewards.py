@@ -141,6 +141,8 @@ EQUAL = [
     ("{42}", "42"),
     ("\u22125", "-5"),
     (r"\frac{1}2", "0.5"),
+    (r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", r"\begin{pmatrix}1\\-2\end{pmatrix}"),
+    ("\\begin{pmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{pmatrix}", r"\begin{pmatrix} 1&2 \\ 3&4 \end{pmatrix}"),
 ]
 DIFFERENT = [
     ("0.333", "1/3"),
