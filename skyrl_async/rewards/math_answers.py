@@ -45,6 +45,7 @@ _SHORT_FORMS = (
     (re.compile(r"\\frac(\d)\{"), r"\\frac{\1}{"),
     (re.compile(r"\\frac(\{[^{}]*\})(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt(\w)"), r"\\sqrt{\1}"),
+    (re.compile(r"([\^_])\{(\w)\}"), r"\1\2"),
 )
 _DECIMAL = r"[+-]?(?:\d+\.?\d*|\.\d+)"
 _PLAIN = re.compile(_DECIMAL)
