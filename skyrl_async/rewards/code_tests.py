@@ -27,7 +27,7 @@ _MODULES = (
 _STARS = [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
 _PREPARATION = "\n".join([*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)"])
 RELATIVE_TOLERANCE = 1e-6
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]))(?:[eE][+-]?\d{1,3})?")
 _SHOWN_CHARACTERS = 200
 
 

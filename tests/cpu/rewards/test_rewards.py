@@ -365,6 +365,8 @@ def test_tests_that_cannot_be_read_say_what_they_should_be(tests: Any, message: 
         ("0.5", "0.50", True),
         ("0.3333333333333333", "0.333333", True),
         ("x 1.5e-05\n-0.0", "x 0.000015\n0.00", True),
+        ("1e-05 1e+16", "0.00001 10000000000000000.0", True),
+        ("1e5", "10e4", False),
         ("0.51", "0.50", False),
         ("0.333", "0.333333", False),
         ("1000000007", "1000000000", False),
