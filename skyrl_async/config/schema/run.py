@@ -4,6 +4,7 @@
 ``__post_init__``, which omegaconf runs when it builds the object; rules across classes are in ``config.rules``.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,7 +31,7 @@ class WeightSyncConfig:
     of the trainer, a broadcast to the others, over NCCL where it can be. ipc: as auto, and engines on a GPU that policy workers use too
     load it from there (CUDA IPC); each worker keeps a set of the weights on its GPU until then.
     """
-    transfer_timeout_s: float = bounded(60.0, gt=0)
+    transfer_timeout_s: float = bounded(60.0, gt=0, lt=math.inf)
     """Longest that a broadcast waits for one of its members, at their meeting and in each bucket; then it has failed, and is made anew
     without engines that are gone.
     """

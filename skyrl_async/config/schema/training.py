@@ -83,7 +83,7 @@ class TrainingConfig:
     """Keep parameters, gradients and the optimizer in the host's memory and step there; a layer is on the GPU while it is computed. For
     backend=fsdp; ZeRO's own are training.deepspeed.offload_optimizer and offload_param.
     """
-    step_timeout_s: float = bounded(1800.0, gt=0)
+    step_timeout_s: float = bounded(1800.0, gt=0, lt=math.inf)
     """Deadline of one call to the workers, and of their start; past it they are replaced (see trainer.max_restarts)."""
     heartbeat_interval_s: float = bounded(5.0, gt=0)
     """Seconds between the heartbeats asked of a policy worker while it works."""
