@@ -11,13 +11,20 @@ import asyncio
 import atexit
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyrl_async.composition.closing import ClosingStack, descendants, kill_descendants
 from skyrl_async.config.rules.device_plan import DevicePlan, Unit
-from skyrl_async.config.rules.placement import device_plan, device_unit, gpus_per_engine, gpus_per_worker, num_cpu_slots
+from skyrl_async.config.rules.placement import (
+    device_plan,
+    device_unit,
+    gpus_per_engine,
+    gpus_per_worker,
+    num_cpu_slots,
+    stage_sizes,
+)
 from skyrl_async.config.schema.run import Config, PlacementConfig
 from skyrl_async.errors import ConfigError, DeadlineError, EngineStartError
 
@@ -146,12 +153,13 @@ async def reserve_devices(
 ) -> ReservedDevices | None:
     """Reserve what ``placement.groups`` says until ``stack`` ends, and then end what still runs there; None without groups.
 
-    Raises ``ConfigError`` when the cluster that was joined has too few devices, or has not got them free within ``timeout_s``.
+    Raises ``ConfigError`` when the cluster has too little for all actors, or has not got the groups' devices free within ``timeout_s``.
     """
     import ray
     from ray.util import placement_group, placement_group_table, remove_placement_group
 
     if config.placement.groups is None:
+        _require_resources(config, ray.cluster_resources())
         return None
     plan = device_plan(config, int(ray.cluster_resources().get(device_unit(config).value, 0.0)))
     assert plan is not None
@@ -169,6 +177,25 @@ async def reserve_devices(
     node_of = placement_group_table(group)["bundles_to_node_id"]
     here = ray.get_runtime_context().get_node_id()
     return ReservedDevices(plan, group, [node_of[index] for index in range(len(bundles))], here)
+
+
+def _require_resources(config: Config, available: Mapping[str, float]) -> None:
+    """Raise ``ConfigError`` where all actors together reserve more than there is: Ray would wait for it for ever."""
+    placement, sizes = config.placement, stage_sizes(config)
+    num_engines = sizes["generate"].num_actors if "generate" in sizes else 0
+    num_workers = sum(size.num_actors for stage, size in sizes.items() if stage != "generate")
+    reserved = {
+        Unit.cpu_slot: (placement.num_cpus_per_engine, placement.num_cpus_per_worker),
+        Unit.gpu: (gpus_per_engine(config), gpus_per_worker(config)),
+    }
+    for unit, (per_engine, per_worker) in reserved.items():
+        needed, there = num_engines * per_engine + num_workers * per_worker, available.get(unit.value, 0.0)
+        if needed > there:
+            keys = f"placement.num_{unit.value.lower()}s_per_engine or num_{unit.value.lower()}s_per_worker"
+            raise ConfigError(
+                f"this run reserves {needed:g} {unit.value}s ({num_engines} engines x {per_engine:g} + {num_workers} workers of training x "
+                f"{per_worker:g}) and the Ray cluster has {there:g}; lower {keys}, or their number"
+            )
 
 
 def engine_resources(config: Config, reserved: ReservedDevices | None, names: Sequence[str]) -> ActorResources:

@@ -132,6 +132,18 @@ class TestOnRay:
             with pytest.raises(ConfigError, match=r"sum to at most the 4 CPU slots of the cluster, got \[4,1,1\]"):
                 await reserve_devices(too_many, stack)
 
+    async def test_actors_that_reserve_more_than_the_cluster_has_between_them_are_refused(
+        self, ray_session: None
+    ) -> None:
+        each = ["placement.num_cpus_per_engine=3", "placement.num_cpus_per_worker=1"]
+        async with ClosingStack() as stack:
+            assert await reserve_devices(config_of(*each), stack) is None
+            expected = (
+                r"reserves 5 CPUs \(1 engines x 3 \+ 2 workers of training x 1\) and the Ray cluster has 4; lower"
+            )
+            with pytest.raises(ConfigError, match=expected):
+                await reserve_devices(config_of(*each, "training.num_workers=2"), stack)
+
     async def test_devices_that_others_hold_are_not_waited_for_for_ever(self, ray_session: None) -> None:
         config = config_of("placement.groups=[[policy,generate]]", "placement.devices=[3]")
         async with ClosingStack() as stack:
