@@ -21,6 +21,8 @@ from skyrl_async.training.workers.in_process import InProcessPolicy
 from skyrl_async.types import SamplingParams
 
 OWN_PROMPTS = "run"
+_NOT_READ = ("server.host=127.0.0.1", "server.port=0", "trainer.resume_mode=none", "trainer.resume_path=null")
+"""The ports that a run holds while it goes on, and the checkpoint that it began with: nobody needs them to examine it."""
 
 
 class RunFiles:
@@ -41,7 +43,7 @@ class RunFiles:
         path = run_dir / "config.yaml"
         if not path.is_file():
             raise ConfigError(f"{run_dir} must be the directory of a run, such as outputs/RUN: it has no config.yaml")
-        self.config = load(compose_config(overrides, path))
+        self.config = load(compose_config([*_NOT_READ, *overrides], path))
         """The run's with the overrides, checked."""
         self._work_dir, self._say = work_dir, say
         checkpoints = {step: path / "policy" for step, path in checkpoints_in(run_dir / "checkpoints").items()}

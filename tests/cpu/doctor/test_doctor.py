@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from skyrl_async.doctor.explanations import Idea, best_explanation
 from skyrl_async.doctor.findings import path_findings
 from skyrl_async.doctor.paths import PathGap
 from skyrl_async.doctor.rows import MAX_TOKENS_PER_ROW, read_rows
+from skyrl_async.doctor.run_files import RunFiles
 from skyrl_async.errors import EngineStartError
 from skyrl_async.inference.engines.deterministic import DeterministicEngine
 from skyrl_async.inference.protocol import InferenceEngine
@@ -216,6 +218,17 @@ async def test_the_run_that_ships_is_not_called_wrong_for_want_of_its_policy(pol
     shipped = Path(view.__file__).with_name("demo")
     health = await examine(shipped, num_rows=4, with_engine=False, overrides=[f"policy.path={policies[0]}"])
     assert [(finding.kind, finding.where) for finding in health.findings] == [("other weights", "version 0")]
+
+
+def test_a_run_that_holds_its_port_and_whose_first_checkpoint_is_gone_can_be_examined(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    config = from_overrides("generator=gym_http", "trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}")
+    checkpoint.rmdir()
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        config.server.port = held.getsockname()[1]
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert RunFiles(tmp_path, tmp_path, [], print).versions == [0]
 
 
 async def test_a_fault_that_engine_and_trainer_share_is_not_taken_for_other_weights(
