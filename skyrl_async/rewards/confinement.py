@@ -22,6 +22,7 @@ import resource
 import signal
 import struct
 import sys
+import types
 from itertools import chain
 from typing import Any
 
@@ -177,7 +178,8 @@ def main(settings: dict[str, Any], program_path: str, status_fd: int) -> None:
     os.write(status_fd, b"confined\n" if has_landlock else b"confined without landlock\n")
     os.close(status_fd)
     sys.argv = [program_path]
-    exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(source, "program.py", "exec"), vars(program))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def test_a_program_may_open_its_input_by_name_and_not_write_to_it(path: str) -> 
         assert "PermissionError" in str(run(f"open({path!r}, 'w')", stdin="abc").failure)
 
 
+def test_what_a_program_defines_is_found_by_the_name_of_its_module() -> None:
+    source = "import pickle\nclass Point: x = 3\nprint(pickle.loads(pickle.dumps(Point())).x)"
+    assert run(source).output == "3\n"
+
+
 def test_a_program_that_waits_for_more_input_than_there_is_gets_an_end_of_file() -> None:
     assert "EOFError" in str(run("input()\ninput()", stdin="one\n").failure)
 
