@@ -271,6 +271,12 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
         wrong[f"trainer.algorithm.vtrace_clip={algorithm.vtrace_clip:g}"] = (
             "what follows a stale token counts too little; set vtrace_clip=null"
         )
+    distillation = algorithm.distillation
+    if distillation.teachers and distillation.top_k is None and not needs_old_logprobs(config):
+        wrong["trainer.algorithm.distillation.teachers and top_k=null"] = (
+            "a student that says what its teacher says counts as surer than that; set top_k, or policy_loss_type=decoupled_ppo or "
+            "cispo_old, for which the student's log-probs are recomputed"
+        )
     if algorithm.use_kl_in_reward:
         wrong["trainer.algorithm.use_kl_in_reward=true"] = (
             "every token of an answer adds to its divergence from the reference; set use_kl_loss=true, which has the policy's log-probs"

@@ -92,6 +92,18 @@ def test_with_stale_tokens_the_divergence_from_their_policy_is_taken_off() -> No
     torch.testing.assert_close(mean_gradient(stale), -0.5 * gradient, atol=1e-6, rtol=0)
 
 
+def test_under_truncated_sampling_a_student_that_is_its_teacher_stays_so_only_where_it_was_recomputed() -> None:
+    """The engine's log-probs are of its two likelier tokens alone."""
+    logs = STUDENT.log_softmax(-1)
+    kept = logs.topk(2).indices
+    truncated = torch.full_like(logs, -torch.inf).scatter(1, kept, logs.gather(1, kept))
+    outcome = (int(kept[0, 0]), int(kept[1 + kept[0, 0], 0]))
+    whole, behavior = (token_logprobs(each, outcome).numpy().astype(np.float32) for each in (STUDENT, truncated))
+    one = row(outcome, teacher_logprobs=whole, logprobs=behavior)
+    assert max(advantages(REVERSE, one)[0]) < -0.01, "pushed away from what both say"
+    assert advantages(REVERSE, replace(one, old_logprobs=whole, old_version=0)) == [[0.0, 0.0]]
+
+
 def test_it_takes_the_place_of_the_rewards_or_is_added_to_them() -> None:
     pair = (row((0, 1)), row((2, 0)))
     alone = advantages(Distillation(coef=2.0), *pair)

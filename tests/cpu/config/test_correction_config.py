@@ -23,6 +23,7 @@ PREFIX = "trainer.algorithm.off_policy_correction"
 ROLLOUT_IS = "trainer.algorithm.policy_loss_type=rollout_is"
 DECOUPLED = "trainer.algorithm.policy_loss_type=decoupled_ppo"
 GAE = "trainer.algorithm.advantage_estimator=gae"
+TEACHER = "trainer.algorithm.distillation.teachers={t: http://host:8000/v1}"
 
 
 def config_of(*overrides: str) -> Config:
@@ -138,6 +139,11 @@ def test_corrections_reach_the_policy_workers() -> None:
             [ROLLOUT_IS, "outlier_token_is_threshold_low=1e-4", "generator.sampling.top_p=0.9"],
             f"generator.sampling.top_p must be left at its default with {PREFIX}.outlier_token_is_threshold_low=0.0001, got 0.9",
         ),
+        (
+            [ROLLOUT_IS, TEACHER, "generator.sampling.top_p=0.9"],
+            "generator.sampling.top_p must be left at its default with trainer.algorithm.distillation.teachers and top_k=null, got 0.9: .* "
+            "set top_k, or policy_loss_type=decoupled_ppo or cispo_old",
+        ),
     ],
 )
 def test_values_without_a_meaning_are_refused_with_what_to_change(overrides: list[str], message: str) -> None:
@@ -156,6 +162,7 @@ def test_a_weight_goes_with_truncated_sampling_and_held_out_prompts_are_sampled_
     assert config_of("evaluation.sampling.top_p=0.9").evaluation.sampling.top_p == 0.9
     for unweighted in ("trainer.algorithm.vtrace_clip=null", "trainer.max_staleness_steps=0"):
         config_of(ROLLOUT_IS, GAE, unweighted, "generator.sampling.top_p=0.9")
+    config_of(DECOUPLED, TEACHER, "generator.sampling.top_p=0.9")
 
 
 @pytest.mark.parametrize(
