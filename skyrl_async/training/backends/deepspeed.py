@@ -57,6 +57,7 @@ class DeepSpeedBackend(ShardedBackend):
         config = engine_config(self._deepspeed, self._settings.deepspeed_json, num_ranks=dist.get_world_size())
         self._engine = _initialize(model, self._optimizer, config, self._device)
         self._zero = ZeroState(self._engine, self._optimizer, self._trained, self._deepspeed.zero_stage)
+        self._zero.make_moments(0.0)  # a first step that is refused makes none, and DeepSpeed looks for them once
         return self._engine
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -235,13 +236,10 @@ class ZeroState:
         return full
 
     def moment(self, name: str, key: str) -> Tensor:
-        """Return a parameter's moment ``key`` (one of ``MOMENTS``), full, float32; zeros before the first step."""
+        """Return a parameter's moment ``key`` (one of ``MOMENTS``), full, float32. Call ``make_moments`` first."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
-        if not self._optimizer.state:
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
         if self._stage == 0:
             full: Tensor = self._optimizer.state[parameter][key]
         else:
@@ -250,8 +248,6 @@ class ZeroState:
 
     def num_steps(self, name: str) -> float:
         """Adam's steps on a parameter so far."""
-        if not self._optimizer.state:
-            return 0.0
         holder = self.parameters[name] if self._stage == 0 else next(iter(self._optimizer.state))
         return float(self._optimizer.state[holder]["step"])
 
@@ -284,7 +280,7 @@ class ZeroState:
             safe_set_full_optimizer_state(parameter, full, key)
 
     def make_moments(self, num_steps: float) -> None:
-        """Make the optimizer's state now rather than in its first step: moments of zero after ``num_steps`` steps."""
+        """Make the optimizer's state anew, which torch makes in its first step: moments of zero after ``num_steps`` steps."""
         for holder in self._holders():
             state = self._optimizer.state[holder]
             state["step"] = torch.tensor(num_steps, dtype=torch.float32, device=holder.device)

@@ -149,6 +149,21 @@ async def test_a_checkpoint_before_the_first_step_is_one_of_no_steps(make: Make,
     assert await train(second, first_step=0, num_steps=2) == await train(first, first_step=0, num_steps=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_policy_whose_first_step_was_refused_is_saved_and_resumed(
+    make: Make, stage: int, tmp_path: Path
+) -> None:
+    """As while a critic warms up."""
+    first, second, rows = make(stage), make(stage, seed=5), trajectories(4, seed=1)
+    await first.forward_backward(rows, advantages(4, seed=2), 0)
+    await first.step(num_tokens(rows), 0.0)
+    await first.save(tmp_path / "checkpoint")
+    await second.load(tmp_path / "checkpoint")
+    assert await train(second, first_step=1, num_steps=2) == await train(first, first_step=1, num_steps=2)
+    await first.save(tmp_path / "later")
+
+
 class TestKeys:
     @pytest.mark.parametrize(
         ("overrides", "message"),
