@@ -282,7 +282,8 @@ def whole_vocabulary_settings(config: Config) -> dict[str, str]:
             "every token of an answer adds to its divergence from the reference; set use_kl_loss=true, which has the policy's log-probs"
         )
     if (
-        POLICY_LOSSES.portable(loss) not in ("gspo", *_WEIGHTED_ALONE)
+        not distillation.replaces_policy_loss
+        and POLICY_LOSSES.portable(loss) not in ("gspo", *_WEIGHTED_ALONE)
         and not POLICY_LOSSES.entry(loss).needs_old_logprobs
     ):
         wrong[f"trainer.algorithm.policy_loss_type={loss}"] = (

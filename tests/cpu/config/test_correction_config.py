@@ -11,13 +11,14 @@ from skyrl_async.composition.algorithms import correction_settings
 from skyrl_async.composition.logprobs import training_settings
 from skyrl_async.composition.processes import _endpoint_settings
 from skyrl_async.config.load import from_overrides
-from skyrl_async.config.rules.algorithm import _WEIGHABLE
+from skyrl_async.config.rules.algorithm import _WEIGHABLE, whole_vocabulary_settings
 from skyrl_async.config.rules.notices import idle_settings
 from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 from skyrl_async.training.backends.assembly import make_objective
 from skyrl_async.training.backends.settings import TrainingSettings
+from tests.cpu import quick_config
 
 PREFIX = "trainer.algorithm.off_policy_correction"
 ROLLOUT_IS = "trainer.algorithm.policy_loss_type=rollout_is"
@@ -163,6 +164,16 @@ def test_a_weight_goes_with_truncated_sampling_and_held_out_prompts_are_sampled_
     for unweighted in ("trainer.algorithm.vtrace_clip=null", "trainer.max_staleness_steps=0"):
         config_of(ROLLOUT_IS, GAE, unweighted, "generator.sampling.top_p=0.9")
     config_of(DECOUPLED, TEACHER, "generator.sampling.top_p=0.9")
+
+
+def test_a_divergence_from_teachers_alone_goes_with_truncated_sampling_whatever_the_loss_that_it_replaces() -> None:
+    alone = ("trainer.algorithm.distillation.teachers={t: teacher}", "trainer.algorithm.distillation.top_k=4")
+    config = quick_config.config_of(*alone, "generator.sampling.top_p=0.9")
+    assert not whole_vocabulary_settings(config), "tokens under a grammar are trained"
+    with pytest.raises(ConfigError, match="with trainer.algorithm.policy_loss_type=ppo_clip, got 0.9"):
+        quick_config.config_of(
+            *alone, "trainer.algorithm.distillation.use_rewards=true", "generator.sampling.top_p=0.9"
+        )
 
 
 @pytest.mark.parametrize(
