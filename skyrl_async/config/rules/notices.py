@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, sequence_settings
+from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, needs_old_logprobs, sequence_settings
 from skyrl_async.config.rules.devices import engine_device, has_fast_bfloat16, training_device
 from skyrl_async.config.rules.placement import sharing_stages
 from skyrl_async.config.schema.algorithm import (
@@ -43,8 +43,8 @@ _Needs = tuple[str, tuple[str, ...], bool, str]
 """The path of a section, names of keys in it (none: all of them), whether they are read, and what would have them read."""
 _LARGEST_GSPO_BOUND = 0.05
 _BYTES_PER_TOKEN = 9
-"""A row takes these in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``); of a teacher's
-likeliest tokens 8 each, and 4 for the rest."""
+"""A row takes these in the trainer's process, and 4 for each kind of log-probs beside the engine's (``benchmarks.driver``) and for values;
+of a teacher's likeliest tokens 8 each, and 4 for the rest."""
 _IN_THE_REWARD = {
     KlEstimator.k2: "has next to no force near the reference, and may push away from it",
     KlEstimator.k3: "pulls as KL(policy, reference) does and pushes as KL(reference, policy) would pull, which near the reference cancel",
@@ -335,7 +335,8 @@ def _advice_on_memory(config: Config) -> Iterator[str]:
     longest = config.engine.max_model_len or config.generator.sampling.max_tokens
     distillation = algorithm.distillation
     of_teacher = 8 * distillation.top_k + 4 if distillation.teachers and distillation.top_k is not None else 0
-    num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * algorithm.uses_reference + of_teacher)
+    others = (algorithm.uses_reference, needs_old_logprobs(config), bool(distillation.teachers), needs_critic(config))
+    num_bytes = num_rows * longest * (_BYTES_PER_TOKEN + 4 * sum(others) + of_teacher)
     if num_bytes > (there := psutil.virtual_memory().total):
         yield (
             f"trainer.policy_mini_batch_size={trainer.policy_mini_batch_size} x {trainer.staleness_bound + 1} "

@@ -141,6 +141,15 @@ def test_rows_that_the_trainers_memory_cannot_hold_are_said_with_all_their_facto
         "policy_mini_batch_size=2048 x 4 (trainer.max_staleness_steps + 1) x generator.n_samples_per_prompt=64" in found
     )
     assert "rows of up to 100,000,000 tokens may take 471,859 GB in this process" in found
+    columns = (
+        f"{ALGORITHM}.use_kl_loss=true",
+        f"{ALGORITHM}.policy_loss_type=decoupled_ppo",
+        f"{ALGORITHM}.advantage_estimator=gae",
+        f"{ALGORITHM}.distillation.teachers={{t: teacher}}",
+        f"{ALGORITHM}.distillation.use_rewards=true",
+    )
+    (found,) = advice(config_of(*huge, *columns, "trainer.max_staleness_steps=3"))
+    assert "may take 1,310,720 GB in this process" in found, "25 bytes in place of 9"
     assert advice(config_of(*huge[:1], "trainer.max_staleness_steps=3")) == []
 
 
