@@ -158,7 +158,8 @@ def described(path: Path) -> Model:
             parameters=found.parameters,
             device_gb=found.device_gb,
             kv_bytes_per_token=found.engine.kv_bytes_per_token,
-            longest_tokens=lengths.prompt_tokens + lengths.max_tokens,
+            prompt_tokens=lengths.prompt_tokens,
+            longest_tokens=lengths.max_tokens,
         ),
     )
     try:

@@ -31,8 +31,10 @@ class Memory:
     """Whether it is that of the machine, which trainer and engines share."""
     kv_bytes_per_token: float = 0.0
     """Size of the KV cache; 0: unknown."""
+    prompt_tokens: float = 0.0
+    """Tokens of a prompt."""
     longest_tokens: float = 0.0
-    """Tokens of the longest row, its prompt counted."""
+    """Tokens of the longest sample's replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class _Sizes:
 
 
 def check_devices(memory: Memory, config: Config, lengths: float = 1.0) -> None:
-    """Raise ``ConfigError`` if no devices of this kind can be shared as ``config`` wants, or if they cannot hold the model, where rows are
-    ``lengths`` times as long."""
+    """Raise ``ConfigError`` if no devices of this kind can be shared as ``config`` wants, or if they cannot hold the model, where replies
+    are ``lengths`` times as long."""
     check_sharing(config, Unit.cpu_slot if memory.is_one_machine else Unit.gpu)
     if not (memory.parameters and memory.device_gb):
         return
@@ -71,7 +73,8 @@ def running_requests(memory: Memory, config: Config, tokens_per_request: float) 
 
 
 def _check_engine(memory: Memory, config: Config, sizes: _Sizes, lengths: float) -> None:
-    engine, cache = config.engine, memory.kv_bytes_per_token * memory.longest_tokens * lengths / 1e9
+    engine = config.engine
+    cache = memory.kv_bytes_per_token * (memory.prompt_tokens + memory.longest_tokens * lengths) / 1e9
     longest = f" and the KV cache of the longest sample ({cache:.3g} GB)" if cache else ""
     needed, most = sizes.served + cache, engine.gpu_memory_utilization * memory.device_gb
     if needed > most * engine.tensor_parallel_size:

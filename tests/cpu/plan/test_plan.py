@@ -799,6 +799,18 @@ def test_an_engine_runs_no_more_requests_than_its_kv_cache_holds(tmp_path: Path)
     assert settings_of(model, halved).max_num_seqs == 50
 
 
+def test_longer_replies_take_more_of_the_kv_cache_and_their_prompt_as_much_as_before(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "parameters: 1e9\ndevice_gb: 10\nengine: {kv_bytes_per_token: 1e6}\n"
+        "lengths: {mean_tokens: 100, max_tokens: 200, prompt_tokens: 6000}\n"
+    )
+    model = described(tmp_path / "cluster.yaml")
+    # Beside 2 GB of weights there is room for 6,500 tokens.
+    check(model, WhatIf(lengths=2.4))
+    with pytest.raises(ConfigError, match=r"lengths x2.6: engine.tensor_parallel_size must be >= 2"):
+        check(model, WhatIf(lengths=2.6))
+
+
 @pytest.mark.parametrize(
     ("cores", "keys", "said"),
     [
