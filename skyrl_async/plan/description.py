@@ -62,7 +62,8 @@ class EngineDescription:
     prefill_seconds: float = _finite(0.0, ge=0)
     """By which a request holds up its engine when it begins, or continues after an update."""
     kv_bytes_per_token: float = _finite(0.0, ge=0)
-    """Size of the KV cache, which bounds how many requests run: 2 x layers x key-value heads x their width x 2 bytes. 0: unknown."""
+    """Size of the KV cache, which bounds how many requests run: 2 x layers x key-value heads x their width x 2 bytes. Needs
+    ``parameters``. 0: unknown."""
 
 
 @dataclass
@@ -122,6 +123,11 @@ def described(path: Path) -> Model:
     if lengths.mean_tokens > lengths.max_tokens:
         raise ConfigError(
             f"lengths.mean_tokens must be <= lengths.max_tokens ({lengths.max_tokens}), got {lengths.mean_tokens:g}"
+        )
+    if found.engine.kv_bytes_per_token and not found.parameters:
+        raise ConfigError(
+            f"parameters must be > 0 with engine.kv_bytes_per_token={found.engine.kv_bytes_per_token:g}, got 0: the KV cache has what "
+            "the weights leave of a device"
         )
     config = changed(
         Config(),

@@ -750,6 +750,10 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
             "lengths: {mean_tokens: 100, max_tokens: 10}\n",
             r"lengths.mean_tokens must be <= lengths.max_tokens \(10\), got 100",
         ),
+        (
+            "engine: {kv_bytes_per_token: 1e6}\n",
+            r"^parameters must be > 0 with engine.kv_bytes_per_token=1e\+06, got 0: the KV cache has what",
+        ),
         ("lengths: {mean_tokens: -1}\n", r"lengths.mean_tokens must be in \[1, inf\), got -1"),
         ("staleness_policy: waits\n", r"describes no cluster: .*waits"),
         ("num_engines: {\n", "describes no cluster"),
