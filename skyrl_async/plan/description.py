@@ -124,6 +124,10 @@ def described(path: Path) -> Model:
         raise ConfigError(
             f"lengths.mean_tokens must be <= lengths.max_tokens ({lengths.max_tokens}), got {lengths.mean_tokens:g}"
         )
+    if lengths.turns > lengths.mean_tokens:
+        raise ConfigError(
+            f"lengths.turns must be <= lengths.mean_tokens ({lengths.mean_tokens:g}), got {lengths.turns}: a reply has at least a token"
+        )
     if found.engine.kv_bytes_per_token and not found.parameters:
         raise ConfigError(
             f"parameters must be > 0 with engine.kv_bytes_per_token={found.engine.kv_bytes_per_token:g}, got 0: the KV cache has what "

@@ -754,6 +754,10 @@ def test_a_run_of_few_steps_is_refused(run_dir: Path, tmp_path: Path) -> None:
             "engine: {kv_bytes_per_token: 1e6}\n",
             r"^parameters must be > 0 with engine.kv_bytes_per_token=1e\+06, got 0: the KV cache has what",
         ),
+        (
+            "lengths: {mean_tokens: 10, turns: 50}\n",
+            r"lengths.turns must be <= lengths.mean_tokens \(10\), got 50: a reply has at least a token",
+        ),
         ("lengths: {mean_tokens: -1}\n", r"lengths.mean_tokens must be in \[1, inf\), got -1"),
         ("staleness_policy: waits\n", r"describes no cluster: .*waits"),
         ("num_engines: {\n", "describes no cluster"),
