@@ -38,7 +38,7 @@ _finite = partial(bounded, lt=math.inf)
 @dataclass
 class Lengths:
     mean_tokens: float = _finite(4000.0, ge=1)
-    """Tokens of a sample's replies, all turns together."""
+    """Tokens of a sample's replies, all turns together, before the longest are cut."""
     sigma: float = _finite(0.8, ge=0)
     """Standard deviation of their logarithm: 0.5 is a short tail, 1.2 a long one."""
     max_tokens: int = bounded(32_000, ge=1)
