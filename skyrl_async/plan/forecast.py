@@ -17,7 +17,7 @@ import numpy as np
 
 from skyrl_async.config.load import changed, value_of
 from skyrl_async.config.schema.run import Config
-from skyrl_async.config.schema.trainer import BOUND_NAMES, WORKERS_NAMES
+from skyrl_async.config.schema.trainer import BOUND_NAMES, WORKERS_NAMES, StalenessPolicy
 from skyrl_async.plan.measured import Measured, samples_per_step
 from skyrl_async.plan.model import Model, fit, settings_of, stage_seconds
 from skyrl_async.simulator.clock import run_in_virtual_time
@@ -28,6 +28,7 @@ from skyrl_async.types import Group
 _FORECAST_ERROR = 0.1
 """Root mean square of what forecasts of a run with other settings were off by, relative to the step (``benchmarks.plan_accuracy``)."""
 _BOUND = f"trainer.{BOUND_NAMES[0]}"
+_POLICY = "trainer.staleness_policy"
 _NUM_REPLICATES = 4
 _MOST_SAMPLES = 8_000
 """Most samples of the steps that are measured, but for ``_LEAST_STEPS``: more steps of a large run would say little more."""
@@ -51,9 +52,12 @@ class WhatIf:
 
 
 def config_of(config: Config, what_if: WhatIf) -> Config:
-    """The configuration that is asked about; a bound or a number of workers replaces one under another of its names."""
+    """The configuration that is asked about; a bound or a number of workers replaces one under another of its names, and a window's size
+    is of the policy ``window`` alone."""
     asked = [others for first, *others in (BOUND_NAMES, WORKERS_NAMES) if f"trainer.{first}" in what_if.keys]
     others = dict.fromkeys(f"trainer.{name}" for names in asked for name in names)
+    if what_if.keys.get(_POLICY, StalenessPolicy.window) is not StalenessPolicy.window:
+        others["trainer.staleness_window_groups"] = None
     return changed(config, {**others, **what_if.keys})
 
 

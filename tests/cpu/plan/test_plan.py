@@ -795,6 +795,16 @@ def test_a_run_with_generation_workers_of_its_own_can_be_asked_about_another_min
     check(named, WhatIf(keys={own: 16}))
 
 
+def test_a_run_with_a_window_of_its_own_can_be_asked_about_other_policies(run: Measured) -> None:
+    window = {"trainer.staleness_policy": StalenessPolicy.window, "trainer.staleness_window_groups": 20}
+    windowed = replace(run, config=changed(run.config, window))
+    for policy in StalenessPolicy:
+        what_if = WhatIf(keys={"trainer.staleness_policy": policy})
+        check(windowed, what_if)
+        is_window = policy is StalenessPolicy.window
+        assert config_of(windowed.config, what_if).trainer.staleness_window_groups == (20 if is_window else None)
+
+
 def test_an_engine_runs_no_more_requests_than_its_kv_cache_holds(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         "parameters: 1e9\ndevice_gb: 10\nengine: {kv_bytes_per_token: 1e6}\n"
