@@ -84,7 +84,7 @@ async def _serve(
 async def _answer_or_error(line: bytes, fleet: Fleet | None, describe: Describe) -> dict[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {"error": f"a request is a line of JSON with an action, got {line[:200]!r}: {error}"}
     try:
         return await _answer(request, fleet, describe)

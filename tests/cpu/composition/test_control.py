@@ -89,6 +89,7 @@ async def test_what_is_no_request_is_refused_and_what_fails_in_the_run_is_said_a
             (b'{"action": "fly"}\n', "a request's action is list, add, or remove with a name, got {'action': 'fly'}"),
             (b'{"action": "remove"}\n', "a request's action is list, add, or remove with a name"),
             (b"list\n", "a request is a line of JSON with an action, got b'list"),
+            (b"[" * 50_000 + b"\n", "a request is a line of JSON with an action, got b'[["),
             (b"x" * 200_000 + b"\n", "a request is a line of JSON of at most 64 KiB: "),
             (b'{"action": "add"}\n', "KeyError: 'GPU'"),
             (b'{"action": "add"}\n', "ConnectionResetError: another machine"),
