@@ -180,12 +180,14 @@ class Placement:
         The oldest requests fill one engine up to its share of all weight, the next ones another, and so on. Space is left for as many new
         requests as came since the last update.
         """
-        if self._settings is None or len(engines) < 2:
+        if self._settings is None:
             return {}
         self._wanted.clear()
         num_new, self._num_started = self._num_started, 0
         self._expected = self._newest + self._newest - max(0, self._newest_at_update)
         self._newest_at_update = self._newest
+        if len(engines) < 2:
+            return {}
         oldest_first = sorted(self._running.items(), key=lambda item: item[1].call.priority)
         weights = [self.weight_of(running.call.priority) for _, running in oldest_first]
         share = (sum(weights) + num_new) / len(engines)

@@ -219,6 +219,22 @@ def test_engines_that_are_empty_again_weigh_the_same() -> None:
     assert [state.load(engine) for engine in ENGINES] == [0.0, 0.0, 0.0]
 
 
+def test_an_engine_that_joins_a_single_one_gets_requests_however_many_came_before_it() -> None:
+    state = Placement(PlacementSettings(oldest_weight=7.0, oldest_age=60))
+    for number in range(1000):  # 20 run at a time, and come between two updates
+        state.start(f"g{number}", call(number, number), "e0")
+        if number >= 20:
+            state.end(f"g{number - 20}")
+        if number % 20 == 19:
+            state.rearrange(["e0"])
+    for number in range(1000, 1020):
+        state.start(f"g{number}", call(number, number), "e1")
+    leaving = state.rearrange(["e0", "e1"])
+    num_left = {engine: 20 - len(leaving.get(engine, ())) for engine in ("e0", "e1")}
+    assert num_left["e1"] + len(leaving.get("e0", ())) > 10
+    assert num_left["e0"] + len(leaving.get("e1", ())) > 10
+
+
 def test_a_request_that_cannot_be_continued_stays() -> None:
     state = Placement(PlacementSettings(oldest_weight=4.0, oldest_age=10))
     for number in range(6):
