@@ -102,7 +102,7 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
         if num_engines < (config.max_engines or config.num_engines):
             asked.append(num_engines + 1)
         try:
-            steps = await plan(run_dir, asked)
+            steps = await _planned_without_refused(plan, run_dir, asked, num_engines)
             if _num_settled(fleet) != num_engines:
                 continue  # one died meanwhile, or somebody else adds or removes one
             found = wish(steps, num_engines)
@@ -124,6 +124,18 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
             logger.info("engine.autoscale: nothing is changed: %s", error)
         except Exception:
             logger.exception("engine.autoscale: nothing is changed")
+
+
+async def _planned_without_refused(plan: Plan, run_dir: Path, numbers: list[int], num_engines: int) -> Steps:
+    """Plan, without one engine more where that is refused: the memory, say, holds no more."""
+    try:
+        return await plan(run_dir, numbers)
+    except ConfigError as error:
+        if numbers[-1] == num_engines:
+            raise
+        steps = await plan(run_dir, numbers[:-1])
+        logger.info("engine.autoscale: %d engines are left out of the plan: %s", numbers[-1], error)
+        return steps
 
 
 def _num_settled(fleet: Fleet) -> int | None:

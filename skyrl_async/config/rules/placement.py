@@ -10,7 +10,7 @@ from dataclasses import replace
 from skyrl_async.config.rules.algorithm import local_teachers, needs_critic, needs_old_logprobs
 from skyrl_async.config.rules.device_plan import DevicePlan, StageSize, Unit, check_groups, resolve
 from skyrl_async.config.rules.devices import engine_device, has_distribution, num_cores, num_gpus, training_device
-from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.engine import Autoscale, EngineBackend
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.run import Config, PlacementConfig, WeightTransfer
 from skyrl_async.errors import ConfigError
@@ -169,6 +169,8 @@ def _group_rules(config: Config) -> Iterator[str]:
             f"are, got {placement.num_cpu_slots}"
         )
     check_groups(placement, needed_stages(config))
+    if placement.groups is not None and config.engine.autoscale is not Autoscale.none:
+        yield f"engine.autoscale must be none with placement.groups, which fix the number of engines, got {config.engine.autoscale.name}"
     yield from _home_rules(config)
     if any({"critic", "generate"} <= set(group) and "policy" not in group for group in placement.groups or []):
         yield (

@@ -138,6 +138,18 @@ def test_what_was_planned_while_somebody_else_added_an_engine_is_dropped(boots: 
     assert len(asked) == (2 if boots else 5), "nothing is planned while an engine boots"
 
 
+def test_an_engine_more_that_is_refused_leaves_the_plan_of_fewer() -> None:
+    fleet = FakeFleet(3)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        if max(numbers) > 3:
+            raise ConfigError("engine.num_engines must be <= 3, got 4")
+        return dict.fromkeys(numbers, (1.0, 0.0))
+
+    follow_until(25.0, fleet, plan, max_engines=5)
+    assert fleet.log == [(20.0, "remove engine-2")]
+
+
 def test_a_wish_for_one_number_of_engines_is_none_for_another() -> None:
     fleet = FakeFleet(1)
 
@@ -199,6 +211,10 @@ def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
         (
             ["engine.autoscale=plan", "engine.backend=deterministic"],
             "engine.backend must be vllm with engine.autoscale=plan",
+        ),
+        (
+            ["engine.autoscale=plan", "placement.groups=[[policy],[generate]]", "placement.ratios=[0.5,0.5]"],
+            "engine.autoscale must be none with placement.groups, which fix the number of engines, got plan",
         ),
     ],
 )
