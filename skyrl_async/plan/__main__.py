@@ -86,8 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _plan(given: argparse.Namespace) -> None:
     if given.gpu_hour is not None and not 0 <= given.gpu_hour < float("inf"):
         raise ConfigError(f"--gpu-hour must be dollars >= 0, got {given.gpu_hour:g}")
-    if given.picture is not None and (given.picture.suffix != ".png" or not given.picture.absolute().parent.is_dir()):
-        raise ConfigError(f"--picture must be a .png in a directory that exists, got {given.picture}")
+    if (picture := given.picture) is not None and (
+        picture.suffix != ".png" or not picture.absolute().parent.is_dir() or picture.is_dir()
+    ):
+        raise ConfigError(f"--picture must be a .png in a directory that exists, got {picture}")
     if given.processes < 1:
         raise ConfigError(f"--processes must be >= 1, got {given.processes}")
     known: Measured | Model = measured(given.run) if given.describe is None else described(given.describe)
