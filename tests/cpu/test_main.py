@@ -98,9 +98,9 @@ def make_recording(client, renderer, config):
 """
 
 
-def _as_in_a_terminal() -> None:
-    """A test run in the background hands down that interrupts are ignored; a user's terminal does not."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+AS_IN_A_TERMINAL = ("env", "--default-signal=INT")
+"""A test run in the background hands down that interrupts are ignored. A ``preexec_fn`` would fork this process and not only its program:
+the copy would end groups of torch whose threads it lacks."""
 
 
 class Command:
@@ -119,14 +119,13 @@ class Command:
         environment = os.environ | {MARK: self._mark, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "400"}
         with self.stderr_path.open("w") as stderr:
             self.process = subprocess.Popen(
-                [*program, f"cache_dir={cwd / 'cache'}", *overrides],
+                [*AS_IN_A_TERMINAL, *program, f"cache_dir={cwd / 'cache'}", *overrides],
                 cwd=cwd,
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
-                preexec_fn=_as_in_a_terminal,
             )
 
     def read_until(self, text: str) -> str:
