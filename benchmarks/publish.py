@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,9 +77,8 @@ SIZES = (
     _size("2M", "float32", 512, 192, 4, 4, 48),
     _size("60M", "float32", 16384, 512, 14, 8, 64),
     _size("500M", "bfloat16", 32768, 1024, 28, 16, 128),
+    _size("2B", "bfloat16", 151936, 2048, 28, 16, 128),  # for GPUs
 )
-SIZES_ON_REQUEST = (_size("2B", "bfloat16", 151936, 2048, 28, 16, 128),)
-"""For GPUs."""
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        choices=[size.name for size in (*SIZES, *SIZES_ON_REQUEST)],
+        choices=[size.name for size in SIZES],
         help="of the policies; all but 2B",
     )
     parser.add_argument("--lora-rank", type=int, help="of adapters that train in place of the weights; none by default")
@@ -284,7 +284,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     num_publishes = 3 if options.quick else 9
-    wanted = options.sizes or (["2M", "60M"] if options.quick else [size.name for size in SIZES])
+    wanted = options.sizes or (["2M", "60M"] if options.quick else ["2M", "60M", "500M"])
     under = conditions(
         num_publishes=num_publishes,
         num_requests=NUM_REQUESTS,
@@ -292,20 +292,18 @@ def main() -> int:
         transfer=options.transfer,
         device=torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
     )
+    measure_one = partial(
+        measure,
+        num_publishes=num_publishes,
+        seed=options.seed,
+        transfer=options.transfer,
+        device=options.device,
+    )
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=4)
     try:
         rows = [
-            asyncio.run(
-                measure(
-                    size,
-                    lora,
-                    num_publishes=num_publishes,
-                    seed=options.seed,
-                    transfer=options.transfer,
-                    device=options.device,
-                )
-            )
-            for size in (*SIZES, *SIZES_ON_REQUEST)
+            asyncio.run(measure_one(size, lora))
+            for size in SIZES
             if size.name in wanted
             for lora in _ways(options.lora_rank)
         ]

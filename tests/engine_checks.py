@@ -49,7 +49,7 @@ _SIZES = {
 
 
 def config_on_gpu(name: str, policy_dir: Path, **settings: Any) -> VLLMEngineConfig:
-    """Of an engine that does not measure, as it boots, what other tests leave of the GPU: they end meanwhile."""
+    """An engine of this configuration does not measure, as it boots, what other tests leave of the GPU: they end meanwhile."""
     return VLLMEngineConfig(
         name=name,
         policy_dir=str(policy_dir),

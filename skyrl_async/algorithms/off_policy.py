@@ -36,7 +36,7 @@ from skyrl_async.errors import ConfigError
 from skyrl_async.registries import POLICY_LOSSES
 
 _MAX_LOG_WEIGHT = 300.0
-"""Of a weight in an effective sample size, of either sign: float64 holds the squares of such weights, and their sums."""
+"""Largest logarithm of a weight in an effective sample size, of either sign: float64 holds the squares of such weights, and their sums."""
 
 
 class Anchor(Enum):

@@ -23,6 +23,7 @@ from skyrl_async.config.rules.placement import (
     gpus_per_engine,
     gpus_per_worker,
     num_cpu_slots,
+    num_training_workers,
     stage_sizes,
 )
 from skyrl_async.config.schema.run import Config, PlacementConfig
@@ -181,9 +182,8 @@ async def reserve_devices(
 
 def _require_resources(config: Config, available: Mapping[str, float]) -> None:
     """Raise ``ConfigError`` where all actors together reserve more than there is: Ray would wait for it for ever."""
-    placement, sizes = config.placement, stage_sizes(config)
-    num_engines = sizes["generate"].num_actors if "generate" in sizes else 0
-    num_workers = sum(size.num_actors for stage, size in sizes.items() if stage != "generate")
+    placement, num_workers = config.placement, num_training_workers(config)
+    num_engines = stage_sizes(config)["generate"].num_actors if "generate" in stage_sizes(config) else 0
     reserved = {
         Unit.cpu_slot: (placement.num_cpus_per_engine, placement.num_cpus_per_worker),
         Unit.gpu: (gpus_per_engine(config), gpus_per_worker(config)),

@@ -161,7 +161,7 @@ class Fleet:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _num_restarts: int = field(default=0, init=False)
     _num_missed: int = field(default=0, init=False)
-    """Of the places that are no more."""
+    """Heartbeats missed in places that are no more."""
 
     def __post_init__(self) -> None:
         self._outage = Outage(self.client.pool, self.config.no_engine_timeout_s, self.say)

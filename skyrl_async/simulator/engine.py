@@ -60,7 +60,7 @@ class ModelledEngine:
     machine: SharedMachine | None = None
     """Where others compute too; None: a machine of its own."""
     engine_cores: float = ENGINE_CORES
-    """Of that machine, that it takes."""
+    """Cores of that machine that it takes."""
     stage_seconds: float = 0.0
     """Duration of ``stage_weights``."""
     load_seconds: float = 0.0

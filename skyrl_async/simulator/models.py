@@ -48,7 +48,7 @@ class ModelledPolicy:
     machine: SharedMachine | None = None
     """Where others compute too: those that do when a computation begins count for all of it. None: a machine of its own."""
     training_cores: float = TRAINING_CORES
-    """Of that machine, that training takes."""
+    """Cores of that machine that training takes."""
     step_seconds: float = 0.0
     """The optimizer step."""
     gather_seconds: float = 0.0

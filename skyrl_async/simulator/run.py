@@ -76,7 +76,7 @@ class SimulationSettings:
     """Cores of the one machine on which trainer and engines compute, see ``SharedMachine``; None: each has its own."""
     engine_cores: float = ENGINE_CORES
     training_cores: float = TRAINING_CORES
-    """Of them, what an engine takes, and training."""
+    """What an engine takes of them, and training."""
     block_tokens: int = 16
     """Tokens per block of a stream; larger blocks simulate faster."""
     continues_aborted: bool = False

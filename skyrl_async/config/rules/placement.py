@@ -44,6 +44,11 @@ def stage_sizes(config: Config) -> Mapping[str, StageSize]:
     return {stage: size for stage, size in sizes.items() if size.num_actors}
 
 
+def num_training_workers(config: Config) -> int:
+    """Workers of all stages but the engines."""
+    return sum(size.num_actors for stage, size in stage_sizes(config).items() if stage != "generate")
+
+
 def needed_stages(config: Config) -> frozenset[str]:
     """The stages that a run of this configuration has."""
     return frozenset({"generate", *stage_sizes(config)})
@@ -147,7 +152,7 @@ def _machine_rules(config: Config) -> Iterator[str]:
             f"install skyrl-async[{extra}] ({command}), or choose another engine.device"
         )
     per_engine, per_worker = gpus_per_engine(config), gpus_per_worker(config)
-    num_workers = sum(size.num_actors for stage, size in stage_sizes(config).items() if stage != "generate")
+    num_workers = num_training_workers(config)
     needed = engine.num_engines * per_engine + num_workers * per_worker
     if placement.groups is None and needed > 0 and needed > num_gpus():
         yield (

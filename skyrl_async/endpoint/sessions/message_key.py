@@ -17,7 +17,7 @@ MessageKey = NewType("MessageKey", bytes)
 """Digest of a normalised message."""
 
 RAW_PROMPT_ROLE = "prompt"
-"""Of the message that stands for a prompt of text or token ids in a session's tree, where no chat message can equal it."""
+"""Role of the message that stands for a prompt of text or token ids in a session's tree, where no chat message can equal it."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _NO_ARGUMENTS = ("", "null")
 _NO_JSON = (ValueError, TypeError, RecursionError)
