@@ -22,6 +22,7 @@ from skyrl_async.composition.publishing import shared_memory
 from tests.chaos import environment
 from tests.chaos.audit import trained_groups
 from tests.patience import PATIENCE_S
+from tests.terminal import AS_IN_A_TERMINAL
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "AGENT_OF_ATTACKED_RUN"
@@ -85,13 +86,12 @@ class AttackedRun:
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         with self.output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_async.main", *self._overrides, *more],
+                [*AS_IN_A_TERMINAL, sys.executable, "-m", "skyrl_async.main", *self._overrides, *more],
                 cwd=self._run_dir.parent,
                 env=os.environ | {_MARK: self._mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_with_interrupts,
             )
         self._ids.append(self._process.pid)
 
@@ -172,11 +172,6 @@ class AttackedRun:
                 process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
-
-
-def _with_interrupts() -> None:
-    """What a background job hands down, that interrupts are ignored, does not hold here."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _is_of(process: psutil.Process, role: Role) -> bool:

@@ -36,6 +36,7 @@ from skyrl_async.types import EngineOutput
 from tests.cpu.forked_workers import forking_executable
 from tests.cpu.metrics.test_metrics import files_of_at_most
 from tests.patience import PATIENCE_S
+from tests.terminal import AS_IN_A_TERMINAL
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "SKYRL_ASYNC_TEST_RUN"
@@ -96,11 +97,6 @@ class Recording:
 def make_recording(client, renderer, config):
     return Recording(GymGenerator(client, renderer, make_environment))
 """
-
-
-AS_IN_A_TERMINAL = ("env", "--default-signal=INT")
-"""A test run in the background hands down that interrupts are ignored. A ``preexec_fn`` would fork this process and not only its program:
-the copy would end groups of torch whose threads it lacks."""
 
 
 class Command:
