@@ -19,6 +19,7 @@ from skyrl_async.composition.ray_cluster import ActorResources
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import EngineConfig
 from skyrl_async.config.schema.run import Config
+from skyrl_async.endpoint.server.front_ends import endpoint_processes
 from skyrl_async.errors import ConfigError, EngineStartError
 from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.engines.ray import RayEngine, is_on_this_machine, start_ray_engines
@@ -30,6 +31,7 @@ from skyrl_async.training.backends.settings import TrainingSettings
 from skyrl_async.training.workers.policy_workers import PolicyWorkers
 from skyrl_async.types import PauseMode, SamplingParams
 from skyrl_async.weight_sync.publisher import WeightPublisher
+from tests.cpu.endpoint.test_server_process import settings
 from tests.engine_checks import MAX_MODEL_LEN, make_policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -127,6 +129,16 @@ async def test_engines_that_map_what_is_published_are_put_on_the_trainer_s_node_
         for engine in await anywhere._start_vllm([f"engine-{i}" for i in range(1, 4)], {}):
             stack.push_async_callback(engine.close)
             assert is_on_this_machine(engine)
+
+
+async def test_front_ends_are_on_the_trainer_s_node(nodes: list[str], tmp_path: Path) -> None:
+    import ray
+
+    async with endpoint_processes(settings(tmp_path, num_front_ends=4), []) as front_ends:
+        asking = [
+            one.actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()) for one in front_ends
+        ]
+        assert {await node for node in asking} == {nodes[0]}
 
 
 async def test_an_engine_on_another_node_is_sent_what_the_others_map_also_when_it_is_started_anew(

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_async.endpoint.server.process import EndpointServer, EndpointSettings
 from skyrl_async.errors import ConfigError, DeadlineError, InferenceError, SkyRLAsyncError
@@ -101,8 +102,12 @@ class FrontEnd:
             raise DeadlineError(f"{self._name} did not {what} within {_START_TIMEOUT_S:g} s") from error
 
     async def start(self) -> None:
-        """Start a process that serves. Errors raised in it keep their class."""
-        server = ray.remote(EndpointServer).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0)
+        """Start a process that serves, on this machine. Errors raised in it keep their class."""
+        # Ray puts an actor that asks for no resources anywhere, unless it must be on a node.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        server = ray.remote(EndpointServer).options(
+            num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0, scheduling_strategy=here
+        )
         self.actor = server.remote(self.settings, self.engines, self.index, self._peers)
         self.host, self.port = await _as_own_errors(self.actor.start.remote(self.host, self.port))
 

@@ -28,6 +28,12 @@ class SilentRay:
     def options(self, **options: Any) -> Any:
         return SilentClass(self)
 
+    def get_runtime_context(self) -> "SilentRay":
+        return self
+
+    def get_node_id(self) -> str:
+        return "ab" * 28
+
     def kill(self, actor: Any) -> None:
         self.killed.append(actor)
 
