@@ -94,6 +94,8 @@ class FunctionHarness:
         """Nothing outlives a task."""
 
     async def _call(self, task: AgentTask) -> AgentResult:
+        call = asyncio.current_task()
+        assert call is not None
         found = self._function(task)
         if not inspect.isawaitable(found):
             raise InvalidResultError(
@@ -103,6 +105,10 @@ class FunctionHarness:
             result = await found
         except SystemExit as error:  # a program turned into a function; it must not end the trainer
             raise GenerationError(f"{_name(self._function)} exited with status {error.code}") from error
+        except asyncio.CancelledError as error:  # of a task of its own, say; passed on, it would end the whole group
+            if call.cancelling():
+                raise
+            raise GenerationError(f"{_name(self._function)} was cancelled from inside, not by the trainer") from error
         if isinstance(result, AgentResult):
             return result
         if result is None or isinstance(result, str):

@@ -79,6 +79,12 @@ async def leave_in_a_task(task: AgentTask) -> None:
     await asyncio.gather(leave(task))
 
 
+async def await_what_it_cancelled(task: AgentTask) -> None:
+    own = asyncio.ensure_future(asyncio.sleep(9))
+    own.cancel()
+    await own
+
+
 def block(task: AgentTask) -> float:
     return 1.0
 
@@ -104,6 +110,7 @@ async def test_a_function_returns_a_result_a_reward_an_answer_or_nothing(
         (give_list, r"test_harness:give_list must return an AgentResult, a reward, a string or None, got \[1\]"),
         (leave, "test_harness:leave exited with status 3"),
         (leave_in_a_task, "test_harness:leave_in_a_task exited with status 3"),
+        (await_what_it_cancelled, "test_harness:await_what_it_cancelled was cancelled from inside, not by the trainer"),
         (block, "test_harness:block must be an async function, but returned 1.0 at once"),
     ],
 )
