@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 
 from skyrl_async.errors import GenerationError, InvalidResultError
 from skyrl_async.types import Message, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 HIDDEN_COLUMNS = (
     *("answer", "answers", "extra_info", "ground_truth", "reward_model", "reward_spec"),
@@ -84,18 +87,35 @@ class FunctionHarness:
 
     def __init__(self, function: AgentFunction) -> None:
         self._function = function
+        self._running: set[asyncio.Task[Any]] = set()
+        """Calls that have not returned. Changed on the loop of the agents only."""
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Raises the function's error, and ``InvalidResultError`` if it returns another type."""
         # On another loop than the trainer's, which many agents would delay. A cancellation is passed on.
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(task), _loop()))
 
-    async def close(self) -> None:
-        """Nothing outlives a task."""
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Wait until calls that were cancelled have released what they hold, at most so long: their thread ends with the process."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._all_returned(), _loop()))
+        except TimeoutError:
+            logger.warning(
+                "some calls of %s have not returned in %g s: they may still hold something",
+                _name(self._function),
+                timeout_s,
+            )
+
+    async def _all_returned(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
 
     async def _call(self, task: AgentTask) -> AgentResult:
         call = asyncio.current_task()
         assert call is not None
+        self._running.add(call)
+        call.add_done_callback(self._running.discard)
         found = self._function(task)
         if not inspect.isawaitable(found):
             raise InvalidResultError(

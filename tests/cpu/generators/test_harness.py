@@ -501,3 +501,29 @@ async def test_a_function_is_cancelled_with_its_sample(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert await asyncio.to_thread(ended.wait, 10)
+
+
+async def test_a_harness_is_closed_once_its_cancelled_function_has_released_what_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def hold(task: AgentTask) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(may_end.wait, 10)
+            ended.set()
+
+    harness = FunctionHarness(hold)
+    running = asyncio.ensure_future(harness.run(a_task(tmp_path)))
+    assert await asyncio.to_thread(begun.wait, 10)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await harness.close(timeout_s=0.0)
+    assert "some calls of tests.cpu.generators.test_harness:" in caplog.text
+    may_end.set()
+    await harness.close()
+    assert ended.is_set()
