@@ -113,13 +113,17 @@ class BodyLimit:
         max_model_len: tokens of the model's context. A body that no prompt of it needs gets the answer to a prompt that is too long,
             before it is read to its end: to parse, check and render what cannot fit would hold up others.
         long_work: limits large bodies and parses long ones.
+        clock: seconds, as for the sessions.
     """
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, max_model_len: int, long_work: LongWork) -> None:
+    def __init__(
+        self, app: ASGIApp, server: ServerConfig, max_model_len: int, long_work: LongWork, clock: Callable[[], float]
+    ) -> None:
         self._app = app
         self._server = server
         self._max_model_len = max_model_len
         self._long_work = long_work
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = session_of(scope)
@@ -160,6 +164,7 @@ class BodyLimit:
             if refusal.status != 413 or limit == self._server.max_body_bytes:
                 raise
             if session is not None:
+                session.require_open(self._clock())
                 session.count_overflow()
             raise ApiError(
                 400,

@@ -74,7 +74,13 @@ def create_app(
     ]
     guards = [
         Middleware(KeyGuard, api_keys=tuple(api_keys), controller_keys=tuple(controller_keys), sessions=store),
-        Middleware(BodyLimit, server=server, max_model_len=sampler.max_model_len, long_work=serving.long_work),
+        Middleware(
+            BodyLimit,
+            server=server,
+            max_model_len=sampler.max_model_len,
+            long_work=serving.long_work,
+            clock=clock,
+        ),
     ]
     # Around the routes, so that the handlers of errors answer what the guards raise.
     app = Starlette(routes=[Mount("", routes=routes, middleware=guards)], exception_handlers=ERROR_HANDLERS)

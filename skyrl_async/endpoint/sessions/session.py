@@ -91,14 +91,18 @@ class Session:
             self._side_figures = len(turns), sum(len(turn.addition.token_ids) for turn in turns)
         return self._side_figures
 
-    def begin_request(self, now: float) -> None:
-        """Begin a request. ``SessionClosedError`` if the session is closed, past a deadline or at a cap; then nothing has begun."""
+    def require_open(self, now: float) -> None:
+        """Raise ``SessionClosedError`` if the session is closed, past a deadline or at a cap."""
         if not self.is_open:
             raise self._closed_because(self._expired_because or f"is {self.state}")
         overdue, capped = self._overdue(now), self._cap_reached()
         self._was_refused |= bool(capped)
         if reason := overdue or capped:
             raise self._closed_because(reason)
+
+    def begin_request(self, now: float) -> None:
+        """Begin a request. Raises what ``require_open`` does; then nothing has begun."""
+        self.require_open(now)
         self.num_requests_open += 1
 
     def end_request(self, now: float) -> None:

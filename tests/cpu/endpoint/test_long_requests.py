@@ -117,6 +117,17 @@ async def test_a_body_that_no_prompt_of_the_context_needs_is_an_overflow_before_
     assert status["num_overflows"] == 1
 
 
+async def test_a_session_whose_bodies_are_always_too_long_ends_like_one_with_long_prompts() -> None:
+    body = b" " * (2**18 + 64 * 100 + 1)
+    async with endpoint(ScriptedSampler(max_model_len=100)) as served:
+        session = await served.begin()
+        answers = [await session.http.post("/v1/chat/completions", content=body) for _ in range(4)]
+        status = await session.status()
+    assert [answer.status_code for answer in answers] == [400, 400, 400, 401]
+    assert "overflowed the model's context 3 times" in error_of(answers[-1])["message"]
+    assert status["num_overflows"] == 3
+
+
 async def test_a_session_ends_with_as_many_metrics_as_one_likes() -> None:
     metrics = {f"a figure of the agent's {i}": float(i) for i in range(1000)}
     async with endpoint(ScriptedSampler()) as served:
