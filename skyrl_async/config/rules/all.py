@@ -124,6 +124,14 @@ def length_rules(config: Config) -> Iterator[str]:
         )
 
 
+def stop_rules(config: Config) -> Iterator[str]:
+    """Stop strings are not empty: vLLM and the endpoint refuse such ones."""
+    for section in ("generator", "evaluation"):
+        stop = getattr(config, section).sampling.stop
+        if "" in stop:
+            yield f"{section}.sampling.stop must hold strings that are not empty, got {stop}"
+
+
 def path_rules(config: Config) -> Iterator[str]:
     """What names a function has the form of a path."""
     paths = {
@@ -283,6 +291,7 @@ _RULES = (
     policy.adapter_rules,
     deepspeed.rules,
     length_rules,
+    stop_rules,
     path_rules,
     deterministic_engine_rules,
     engine_argument_rules,

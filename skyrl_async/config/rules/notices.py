@@ -183,12 +183,16 @@ def _of_processes(config: Config) -> tuple[_Needs, ...]:
     autoscale = ("min_engines", "max_engines", "autoscale_interval_s")
     shares = any("generate" in stages for stages in sharing_stages(config))
     logging, gym = config.logging, "generator=gym or gym_http; see server.session_max_tokens"
+    passes_stops = not is_agent or config.generator.entrypoint is not None
+    stops = "generator=gym or gym_http; an agent sends stop strings of its own"
     return (
         ("engine", vllm, is_vllm, "engine=vllm"),
         ("engine", autoscale, config.engine.autoscale is not Autoscale.none, "engine.autoscale=plan"),
         ("placement", ("min_generation_slice_s",), shares, "placement.groups with generate beside other stages"),
         ("generator", ("agent_timeout_s",), is_agent, "generator=agent"),
         ("generator", ("max_trajectory_tokens",), not is_agent, gym),
+        ("generator.sampling", ("stop",), passes_stops, stops),
+        ("evaluation.sampling", ("stop",), passes_stops, stops),
         ("server", (), config.serves_endpoint, "server.enabled=true"),
         ("logging", ("wandb_project",), logging.wandb, "logging.wandb=true"),
         ("logging", ("trace_max_gb",), logging.trace, "logging.trace=true"),

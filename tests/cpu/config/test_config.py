@@ -320,7 +320,11 @@ def test_cfg_job_prints_a_file_that_config_loads_again(tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-@given(stop=st.lists(st.text(alphabet=st.characters(codec="utf-8")) | st.text(alphabet="${}\\a:\"'")))
+@given(
+    stop=st.lists(
+        st.text(alphabet=st.characters(codec="utf-8"), min_size=1) | st.text(alphabet="${}\\a:\"'", min_size=1)
+    )
+)
 def test_any_text_survives_the_way_through_a_config_file(
     stop: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -398,6 +402,11 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
             ["engine=deterministic", "generator=agent", "generator.command=x"],
             "engine.backend must be vllm with generator.kind=agent, got deterministic",
         ),
+        (
+            ["generator.sampling.stop=[a,'']"],
+            r"generator.sampling.stop must hold strings that are not empty, got \['a', ''\]",
+        ),
+        (["evaluation.sampling.stop=['']"], r"evaluation.sampling.stop must hold strings that are not empty"),
         (["generator.sampling.temperature=0"], r"generator.sampling.temperature must be > 0 \(greedy .*, got 0"),
         (["generator.max_trajectory_tokens=0"], "generator.max_trajectory_tokens must be >= 1 or null, got 0"),
         (["evaluation.num_prompts_while_training=-1"], "num_prompts_while_training must be >= 0, got -1"),

@@ -128,6 +128,12 @@ def test_what_a_setting_does_nothing_without_is_said_in_full() -> None:
     assert idle == (
         "generator.max_trajectory_tokens=9 does nothing without generator=gym or gym_http; see server.session_max_tokens"
     )
+    stopped = ("generator.sampling.stop=[a]", "evaluation.sampling.stop=[b]")
+    assert idle_settings(config_of("generator.kind=agent", "generator.command=true", *stopped)) == [
+        f"{section}.sampling.stop=['{stop}'] does nothing without generator=gym or gym_http; an agent sends stop strings of its own"
+        for section, stop in (("generator", "a"), ("evaluation", "b"))
+    ]
+    assert idle_settings(config_of("generator.kind=agent", "generator.entrypoint=a:b", *stopped)) == []
     bound = "trainer.algorithm.eps_clip_high=0.3"
     (idle,) = idle_settings(config_of(bound, f"{LOSS}=cispo"))
     assert idle.endswith(
