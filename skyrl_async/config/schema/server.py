@@ -33,7 +33,9 @@ class ServerConfig:
     shutdown_timeout_s: int = bounded(30, ge=0)
     """What open requests and streams get to finish when the endpoint stops, seconds."""
     num_front_ends: int = bounded(1, ge=1)
-    """Processes that serve, each on a port of its own; a session belongs to one of them."""
+    """Processes that serve, each on a port of its own; a session belongs to one of them. generator=gym_http has no sessions and uses the
+    first.
+    """
     max_concurrent_requests: int = bounded(4096, ge=1)
     """Requests sampled at once per front end; more wait in line."""
     max_concurrent_requests_per_session: int = bounded(16, ge=1)
@@ -60,8 +62,8 @@ class ServerConfig:
     """Which branches of a session whose history was rewritten are trained: all, the longest, or that of the last turn."""
     train_side_requests: bool = False
     """Train also what a harness asked beside its task, such as a title: what was answered once, without tools, under another system prompt
-    than the agent's, quoting no reply and quoted by no other request. Such an answer cannot have changed the reward. false leaves it out:
-    agent/side_requests and agent/side_tokens count it.
+    than the agent's, quoting no reply and quoted by no other request. Set it where a program acts on such answers, or where agents pass on
+    answers of fewer than 8 characters: they look the same. false leaves it out: agent/side_requests and agent/side_tokens count it.
     """
     session_idle_timeout_s: float = bounded(600.0, gt=0)
     """A session without a request for so long has expired. Not of generator=agent, whose sessions last as long as their agents."""

@@ -4,7 +4,8 @@
     system B ══ turn 2                                                  a side request: nothing else uses it
 
 A side request has one turn, no tools, and another system prompt than the session's agents. No sampled text passes between it and the rest:
-it quotes no reply, and no other request quotes its reply. So it cannot have changed the reward, and training on it would only add noise.
+it quotes no reply, and no other request quotes its reply. So it cannot have changed the reward, unless a program acted on it, and training
+on it would only add noise.
 Everything else is part of the task: a rewritten history, one handed to another agent, a summary that the next request begins with, a
 subagent that works with tools or whose answer is quoted.
 
