@@ -23,6 +23,8 @@ KEEPALIVE_INTERVAL_S = 4.0
 """Silence after which a stream sends a comment."""
 _KEEPALIVE = b": keepalive\n\n"
 _DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+"""Characters of JSON texts at which Python's ``splitlines``, and with it httpx, ends a line -> their escapes."""
 
 
 class EventStyle(Enum):
@@ -138,5 +140,8 @@ async def _event_bytes(events: Iterable[Event], style: EventStyle) -> bytes:
     for event in events:
         if style is EventStyle.named:
             lines += [b"event: ", str(event["type"]).encode(), b"\n"]
-        lines += [b"data: ", await encode_json(event), b"\n\n"]
+        data = await encode_json(event)
+        for end, escape in _LINE_ENDS.items():
+            data = data.replace(end, escape)
+        lines += [b"data: ", data, b"\n\n"]
     return b"".join(lines)

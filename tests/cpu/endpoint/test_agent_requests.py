@@ -137,3 +137,16 @@ async def test_a_refused_key_is_not_to_be_tried_again() -> None:
     async with scripted_endpoint(ScriptedSampler()) as url, httpx.AsyncClient(base_url=url) as client:
         answered = await client.post("/v1/messages", headers={"x-api-key": "sk-none"}, json={})
     assert (answered.status_code, answered.headers["x-should-retry"]) == (401, "false")
+
+
+async def test_a_stream_may_be_read_by_clients_that_split_lines_as_python_does() -> None:
+    said = "a\x85b\u2028c\u2029d"
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    async with (
+        scripted_endpoint(ScriptedSampler(((said,),))) as url,
+        httpx.AsyncClient(base_url=url, headers=HEADERS) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == said
