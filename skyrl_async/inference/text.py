@@ -59,6 +59,7 @@ class CompletionText:
         if not self._stop:
             return None  # decoded when the text is asked for
         searched_from = max(0, len(self._text) - max((len(s) for s in self._stop), default=0))
+        num_known, window, num_before = self._num_text_tokens, self._window_start, len(self._text)
         unfinished = self._extend_text()
         if self._min_end is None:
             if len(self._token_ids) < self._min_tokens:
@@ -68,8 +69,14 @@ class CompletionText:
         if stop_end is None:
             return None
         self._is_stopped = True
-        # The fewest tokens whose text reaches the stop string's end: text only grows with tokens.
-        return 1 + bisect_left(range(1, len(self._token_ids)), stop_end, key=self._num_characters)
+        num_before -= self._num_characters(num_known, window)
+
+        def num_characters(num_tokens: int) -> int:
+            return num_before + self._num_characters(num_tokens, window)
+
+        # The fewest tokens whose text reaches the stop string's end, which is in the new ones: text only grows with tokens.
+        possible = range(num_known + 1, len(self._token_ids))
+        return num_known + 1 + bisect_left(possible, stop_end, key=num_characters)
 
     def take(self) -> str:
         """New final text: complete characters that cannot be the beginning of a stop string."""
@@ -107,9 +114,9 @@ class CompletionText:
         self._num_text_tokens = len(self._token_ids)
         return ""
 
-    def _num_characters(self, num_tokens: int) -> int:
-        """Complete characters in the text of the first tokens."""
-        return len(self._decode(self._token_ids[:num_tokens]).rstrip(_REPLACEMENT))
+    def _num_characters(self, num_tokens: int, start: int = 0) -> int:
+        """Complete characters in the text of the first tokens, from token ``start`` on."""
+        return len(self._decode(self._token_ids[start:num_tokens]).rstrip(_REPLACEMENT))
 
     def _cut_at_stop(self, text: str, searched_from: int) -> int | None:
         """End of the stop string in ``text`` that is complete first, where the text ends then; None: there is none."""

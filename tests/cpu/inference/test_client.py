@@ -516,6 +516,22 @@ def test_of_two_stop_strings_the_first_to_be_complete_ends_the_text() -> None:
     assert cut_at_stop(ByteTokenizer(), ("bcd", "c"), [list(b"abcd")]) == ("ab", "ab", 3)
 
 
+def test_the_end_of_a_stop_string_is_found_without_decoding_a_long_text_again() -> None:
+    decoded = list[int]()
+
+    class Counting(ByteTokenizer):
+        def decode(self, token_ids: list[int], **options: bool) -> str:
+            decoded.append(len(token_ids))
+            return super().decode(token_ids, **options)
+
+    growing = text_of(Counting(), ("STOP",))
+    for _ in range(100):
+        assert growing.push(column(list(b"so be it, "), np.int32)) is None
+    decoded.clear()
+    assert growing.push(column(list(b"but STOP now"), np.int32)) == 1008
+    assert max(decoded) < 50
+
+
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
 def test_streamed_text_is_the_whole_text_whatever_the_blocks(text: str, cuts: list[int]) -> None:
     token_ids = list(text.encode("utf-8", errors="ignore"))
