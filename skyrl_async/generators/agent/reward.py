@@ -127,6 +127,13 @@ class FunctionReward:
         """Raises ``GenerationError`` if the function raises or returns no finite number, nor one for each of the first turns."""
         try:
             found = await self._call(prompt, episode)
+        except asyncio.CancelledError as error:  # of a task of its own, say
+            judging = asyncio.current_task()
+            if judging is not None and judging.cancelling():
+                raise
+            raise GenerationError(
+                f"generator.reward was cancelled from inside, not by the trainer, for prompt {prompt.uid!r}"
+            ) from error
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise GenerationError(

@@ -368,6 +368,17 @@ async def test_a_run_ends_at_once_with_the_place_where_its_reward_always_raises(
             await generator.generate(request(6))
 
 
+async def test_a_reward_that_awaits_what_it_cancelled_fails_by_name() -> None:
+    async def reward(prompt: Prompt, episode: AgentEpisode) -> float:
+        own = asyncio.ensure_future(asyncio.Event().wait())
+        own.cancel()
+        return await own
+
+    async with stand_in(echo) as endpoint, agents(endpoint, reward=reward) as generator:
+        with pytest.raises(GenerationError, match="generator.reward was cancelled from inside.* for prompt 'p/1'"):
+            await generator.generate(request())
+
+
 async def test_a_reason_is_shown_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
     async def break_down(task: AgentTask) -> None:
         await ask(task)
