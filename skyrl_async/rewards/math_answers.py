@@ -27,8 +27,10 @@ MAX_BOXES = 16
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])(?: +(?=\{))?")
 _MARKED_LINE = re.compile(r"(?:####|(?i:\banswer)[ *]*:)([^\n]*)")
 _DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;:$()\[\] ]|\$|~|\\displaystyle|\^\{?\\circ\}?|\\degrees?|\\quad"
+    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;:$()\[\] ]|\$|~|\\displaystyle|\\quad"
 )
+_DEGREES = re.compile(r"\^(?:\{\\circ\}|\\circ)|\\degrees?")
+_DEGREES_OF_ALL = re.compile(rf"(?<=\d)(?:{_DEGREES.pattern})$")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _UNIT = re.compile(
     r"(?<=\d)(?:\s*(degree|cm|km|kg|inch|feet|foot|mile|hour|minute|second|dollar|cent|unit)(?:e?s)?|\s+([mg]))"
@@ -115,7 +117,8 @@ def _taken_apart(answer: str) -> tuple[str, str, str]:
     """The left side (``x`` of ``x=5``), the value and the unit of an answer, without layout; empty where it has none."""
     text = answer.strip().rstrip(".").strip().replace("{,}", ",").replace("\u2212", "-")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
-    text = _WORDS.sub(r" \1", _DROPPED.sub("", text)).strip()
+    text = _DEGREES_OF_ALL.sub(" degree", _DROPPED.sub("", text).strip())
+    text = _WORDS.sub(r" \1", _DEGREES.sub("", text)).strip()
     left_side, unit = _LEFT_SIDE.match(text), _UNIT.search(text)
     value = text[left_side.end() if left_side else 0 : unit.start() if unit else None].strip()
     if whole := _CHOICE.fullmatch(value) or _GROUP.fullmatch(value):
