@@ -2,10 +2,10 @@ r"""Final answers in what a policy wrote, and when two of them are equal: number
 
 A number (GSM8K) is the first after ``####``, compared as a decimal: ``18``, ``18.0`` and ``$18`` are one.
 
-Two boxed answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``; a unit
-or ``x=`` where the other has none or the same); or the same rational number, computed exactly from decimals, fractions, mixed numbers,
-percents and powers of ten; or, for lists, tuples and sets, if their parts are equal. Nothing is evaluated, and time is linear in the
-length of the texts.
+Two boxed answers are equal if they are the same text once layout is taken away (spaces, ``\left``, ``\dfrac``, ``\text{}``; a unit,
+``x=`` or ``x \in`` where the other has none or the same); or the same rational number, computed exactly from decimals, fractions, mixed
+numbers, percents and powers of ten; or, for lists, tuples and sets, if their parts are equal (``\pm 3`` is ``3, -3``). Nothing is
+evaluated, and time is linear in the length of the texts.
 
 ``is_equal_answer`` also finds ``\sqrt{3}/2`` and ``\frac{\sqrt{3}}{2}`` equal, and ``(x+1)^2`` and ``x^2+2x+1``. The package math-verify
 computes that. It has sympy evaluate what a policy wrote, which may run code, and for ever; hence it runs in the sandbox.
@@ -26,9 +26,7 @@ MAX_BOXES = 16
 """Boxes looked at, from the end, for one that is whole."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-z])(?: +(?=\{))?")
 _MARKED_LINE = re.compile(r"(?:####|(?i:\banswer)[ *]*:)([^\n]*)")
-_DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;:$()\[\] ]|\$|~|\\displaystyle|\\quad"
-)
+_DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;:$()\[\] ]|\$|~|\\displaystyle|\\quad")
 _DEGREES = re.compile(r"\^(?:\{\\circ\}|\\circ)|\\degrees?")
 _DEGREES_OF_ALL = re.compile(rf"(?<=\d)(?:{_DEGREES.pattern})$")
 _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
@@ -36,7 +34,19 @@ _UNIT = re.compile(
     r"(?<=\d)(?:\s*(degree|cm|km|kg|inch|feet|foot|mile|hour|minute|second|dollar|cent|unit)(?:e?s)?|\s+([mg]))"
     r"(?:\^\{?([23])\}?)?$"
 )
-_LEFT_SIDE = re.compile(r"^([a-zA-Z]\w?)\s*=\s*(?=\S)")
+_NO_UNIT = (
+    r"(?:and|or|not|more|less|fewer|than|least|most|dozen|hundred|thousand|[a-z]*illion|squared|cubed|percent|mod|base|pi"
+    r"|half|halves|(?:third|quarter|(?!month)\w+th)s?)"
+)
+"""Words behind a number that may change it."""
+_NAMED_UNIT = re.compile(
+    r"(?:(?<=[\d}])|(?<=\\pi))(?:\s|~|\\[ ,;:!])*\\(?:text|textbf|mathrm|mathbf|mbox)\{\s*"
+    rf"(?![^}}]*\b{_NO_UNIT}\b)[a-zA-Z][a-zA-Z .]*[a-zA-Z.]\s*\}}(?:\^\{{?[23]\}}?)?[\s$.]*$"
+)
+"""``\\text{ people}`` behind a number."""
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_LEFT_SIDE = re.compile(r"^([a-zA-Z]\w?)\s*(?:=|\\in(?![a-zA-Z]))\s*(?=\S)")
+_BOTH_SIGNS = re.compile(r"\u00b1|\\pm(?![a-zA-Z])")
 _CHOICE = re.compile(r"\(\s*([A-Z])\s*\)")
 _GROUP = re.compile(r"\{([^{},\\]+)\}")
 _SPACED_MIXED = re.compile(r"(?<![\w./}])(\d+)\s+(\d+)/(\d+)(?![\w./])")
@@ -108,9 +118,18 @@ def _normalised(text: str) -> str:
 
 def _values(answer: str, truth: str) -> tuple[str, str] | None:
     """Both answers without layout, units and left sides; None where they have different units or left sides."""
+    if _is_bare(truth):
+        answer = _NAMED_UNIT.sub("", answer)
+    if _is_bare(answer):
+        truth = _NAMED_UNIT.sub("", truth)
     left_sides, values, units = zip(_taken_apart(answer), _taken_apart(truth), strict=True)
     is_contrary = any(len({*names} - {""}) > 1 for names in (left_sides, units))
     return None if is_contrary else values
+
+
+def _is_bare(answer: str) -> bool:
+    """Whether it has no unit, and no word that may be one."""
+    return not (_WORD.search(answer) or _taken_apart(answer)[2])
 
 
 def _taken_apart(answer: str) -> tuple[str, str, str]:
@@ -160,7 +179,8 @@ def is_same_answer(answer: str, truth: str) -> bool:
     if max(len(answer), len(truth)) > MAX_CHARACTERS or (values := _values(answer, truth)) is None:
         return False
     as_lists = map(_condensed, values)  # every comma is one between parts
-    return _is_same(*as_lists) or _is_same(*map(_normalised, values))
+    is_same = _is_same(*as_lists) or _is_same(*map(_normalised, values))
+    return is_same or (any(map(_BOTH_SIGNS.search, values)) and _is_same(*map(_as_set, values)))
 
 
 def _is_same(left: str, right: str) -> bool:
@@ -193,6 +213,15 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
     brackets, inside = (text[0] + text[-1], text[1:-1]) if is_bracketed else ("", text)
     parts = _split(inside)
     return None if parts is None or (len(parts) < 2 and not is_bracketed) else (brackets, parts)
+
+
+def _as_set(text: str) -> str:
+    r"""The set of its parts, of which ``\pm 3`` is two."""
+    parts: list[str] = []
+    for part in _split(text[1:-1] if text.startswith("{") and text.endswith("}") else text) or [text]:
+        around = _BOTH_SIGNS.split(part)
+        parts += [sign.join(around).strip().removeprefix("+") for sign in "+-"] if len(around) == 2 else [part]
+    return _condensed(f"{{{','.join(parts)}}}")
 
 
 def _split(text: str) -> list[str] | None:
