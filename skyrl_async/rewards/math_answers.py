@@ -67,7 +67,7 @@ _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 _SCIENTIFIC = re.compile(rf"(?:({_DECIMAL})(?:\\times|\\cdot)|([+-]?))10\^\{{?([+-]?\d{{1,3}})\}}?")
 _OPENING, _CLOSING = "([{", ")]}"
 _NUMBER = r"(?:-?\\?\$|\\?\$-|-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED_NUMBER = re.compile(rf"####[\s*]*({_NUMBER})")
+_MARKED_NUMBER = re.compile(rf"####[\s*]*(?:\$?\\boxed\{{)?({_NUMBER})")
 _ANY_NUMBER = re.compile(_NUMBER)
 LIMITS = Limits(cpu_s=10, wall_s=30.0, memory_mb=2048)
 """Limits of one comparison, most of which goes to the import of sympy. An answer that needs more is wrong."""

@@ -50,6 +50,8 @@ def test_what_skyrl_gym_rewards_is_rewarded(text: str, truth: int, is_marked: bo
         (r"#### \$18", r"\$18", r"\$18"),
         ("#### $-5", "$-5", "$-5"),
         ("#### **18**", "18", "18"),
+        (r"#### \boxed{5}", "5", "5"),
+        (r"#### $\boxed{1,234}$", "1,234", "1,234"),
         ("#### 5\n#### 6", "5", "6"),
         ("so 12 in all", None, "12"),
         ("#### none of 3", None, "3"),
