@@ -23,9 +23,17 @@ _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
 )
-# Behind the others, builtins restores open and pow; the import of the modules restores datetime, which is also a class.
-_STARS = [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
-_PREPARATION = "\n".join([*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)"])
+# The import of the modules restores datetime, which is also a class.
+_STARS = [f"from {module} import *" for module in (*_MODULES, "typing")]
+_NAMES = "\n".join([*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)"])
+# They become builtins, for the function to be tested (gcd) must be the program's own.
+_PREPARATION = "\n".join(
+    (
+        f"import builtins\nnames = {{}}\nexec({_NAMES!r}, names)",
+        "for item in names.items():\n  vars(builtins).setdefault(*item)",
+        "del builtins, names, item",
+    )
+)
 RELATIVE_TOLERANCE = 1e-6
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]))(?:[eE][+-]?\d{1,3})?")
 _SHOWN_CHARACTERS = 200

@@ -362,6 +362,20 @@ def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> 
     assert wrong.reason is not None and "TypeError" in wrong.reason
 
 
+@pytest.mark.parametrize(
+    ("source", "is_right"),
+    [
+        ("x = 1", False),
+        ("class Solution: pass", False),
+        ("from math import gcd", True),
+        ("class Solution:\n  def gcd(self, a, b): return gcd(a, b)", True),
+    ],
+)
+def test_a_name_that_programs_are_given_is_no_function_of_theirs(source: str, is_right: bool) -> None:
+    tests = CodeTests(function="gcd", inputs=([4, 6],), outputs=(2,))
+    assert (judge_program(source, tests).reason is None) is is_right
+
+
 FUNCTIONAL: dict[str, Any] = {
     "input": "1",
     "output": "1",
