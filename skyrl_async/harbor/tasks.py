@@ -31,8 +31,7 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
     """
     if not directory.is_dir():
         raise DatasetError(f"{key} must be a directory of Harbor tasks, got '{directory}', which is none")
-    found_in = {file.parent for file in directory.rglob("task.toml")}
-    places = sorted(place for place in found_in if found_in.isdisjoint(place.parents))
+    places = sorted(_places(directory))
     if not places:
         raise DatasetError(f"{key} must hold Harbor tasks, but no task.toml is below '{directory}'")
     prompts: list[Prompt] = []
@@ -51,6 +50,17 @@ def load_tasks(directory: Path, key: str) -> tuple[Prompt, ...]:
             + more
         )
     return tuple(prompts)
+
+
+def _places(directory: Path) -> Iterator[Path]:
+    """The directories of tasks, those that links lead to among them; a link back to a directory around it is not followed."""
+    for place, inside, files in os.walk(directory, followlinks=True):
+        if "task.toml" in files:
+            inside.clear()
+            yield Path(place)
+            continue
+        around = {os.path.realpath(above) for above in (Path(place), *Path(place).absolute().parents)}
+        inside[:] = [name for name in inside if os.path.realpath(os.path.join(place, name)) not in around]
 
 
 def _uid(task: Path, directory: Path) -> str:

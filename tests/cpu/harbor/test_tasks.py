@@ -69,6 +69,19 @@ def test_a_task_file_among_the_files_of_a_task_is_no_task(directory: Path) -> No
     assert len(load_tasks(directory, "task.harbor.path")) == 3
 
 
+def test_links_to_tasks_are_followed_and_never_in_circles(directory: Path, tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen"
+    (chosen / "easy").mkdir(parents=True)
+    (chosen / "first").symlink_to(directory / "visitors-1")
+    (chosen / "easy/second").symlink_to("../../tasks/visitors-0")
+    (chosen / "easy/back").symlink_to(chosen)
+    (directory / "elsewhere").symlink_to(chosen)
+    prompts = load_tasks(chosen, "task.harbor.path")
+    assert [prompt.uid for prompt in prompts] == ["easy/second", "first"]
+    uids = [prompt.uid for prompt in load_tasks(directory, "task.harbor.path")]
+    assert uids == ["elsewhere/easy/second", "elsewhere/first", "visitors-0", "visitors-1", "visitors-2"]
+
+
 @pytest.mark.parametrize(("name", "expected"), [("nowhere", "which is none"), ("", "no task.toml is below")])
 def test_a_directory_without_tasks_is_refused(tmp_path: Path, name: str, expected: str) -> None:
     with pytest.raises(DatasetError, match=rf"task.harbor.eval_path .*{expected}"):
