@@ -57,6 +57,8 @@ _PIECE_IN_QUOTES = re.compile(
     rf"\\(?P<escaped>[$`\"\\\n])|(?P<expansion>{_EXPANSION})|(?P<plain>[^$`\\]+|.)", re.DOTALL
 )
 _ALL_OF_A_LIST = re.compile(r"\$(?:@|\{(?:@|\w+\[@\])\})")
+_SEVERAL = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+"""What bash makes several words of: ``{a,b}``, ``{1..8}``."""
 _BRACES = re.compile(rf"\$\{{({_PARAMETER})(\[[@*]\]|:?[-=+?])?(.*?)\}}", re.DOTALL)
 _TOKEN = re.compile(
     rf"""
@@ -145,6 +147,9 @@ class _Reader:
                         continue
                     if before is not None and not declares:  # they are in its environment alone
                         self._variables = before
+                if token["word"] == "{" and words[0].text == "function":
+                    self._depth, words = self._depth + 1, []
+                    continue
                 words += self._fields(token["word"])
         if words:
             yield Command(tuple(words), line)
@@ -210,9 +215,12 @@ class _Reader:
             case "double", written:
                 return self._in_quotes(written[1:].removesuffix('"'))
             case "single", written:
-                return [Text(written.lstrip("$")[1:].removesuffix("'"))]
+                why = (f"{written} is not decoded",) if written.startswith("$") and "\\" in written else ()
+                return [Text(written if why else written.lstrip("$")[1:].removesuffix("'"), why)]
             case "escaped", written:
                 return [Text(written[1:].strip("\n"))]
+            case "plain", written if splits and _SEVERAL.search(written):
+                return [Text(written, (f"{written} is not expanded",))]
         return [Text(piece[0])]
 
     def _in_quotes(self, written: str) -> list[Text]:

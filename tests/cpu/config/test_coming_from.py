@@ -366,13 +366,13 @@ def test_a_script_is_read_as_bash_reads_it() -> None:
 A="x y" B='$A' C=$A; D=${A}z; E="${NONE:-d $A}"; F=${NONE:="set"}; unused() { echo $1; }
 N=6 M=$(( (N + 1) * -7 / 2 % 5 + 2 ** 3 )); LIST=(one "two words" $A # comment
   three); N=7 true $N; N=8 M=9 show2; P=1 && export Q=2 && Q=${Q}3; ((N > 9)); source bin/activate
-LIST+=(four); G=${SET+yes}${NONE2+no}; export H=~/dir I=a\ b; J=j; J+=k
+LIST+=(four); function named { G=0; }; K={a,b}; G=${SET+yes}${NONE2+no}; export H=~/dir I=a\ b; J=j; J+=k
 cat <<EOF > /dev/null
 not a command  key.a=$A "
 EOF
 show \
   -m key.a=$A key.b="$A" 'key.c=$A' key.d=$B key.e="$D" "$E" $F$NONE \
-  n=$N p=$P$Q m=$M "${LIST[@]}" pre"${LIST[@]}"post $G "$H" $I "$J" ${#} \$A "\$A\"" "a\
+  n=$N p=$P$Q m=$M "${LIST[@]}" pre"${LIST[@]}"post $G "$H" $I "$J" $K $'l m' ${#} \$A "\$A\"" "a\
 b" 'it'"'"s "$(( N ))" "${ENVIRONMENT}" "" end 2>&1 | cat # key.z=1
 """
     stub = "show() { printf '%s\\0' \"$@\"; }; show2() { :; }; source() { :; }\n"
@@ -405,6 +405,9 @@ b" 'it'"'"s "$(( N ))" "${ENVIRONMENT}" "" end 2>&1 | cat # key.z=1
         ("show $(( 1 / 0 ))", "$(( 1 / 0 ))", "$(( 1 / 0 )) is known only when the script runs"),
         ("show $(( 9**9**9 ))", "$(( 9**9**9 ))", "$(( 9**9**9 )) is known only when the script runs"),
         ("show ${X:?must}", "${X:?must}", "X must be set in the environment"),
+        (r"show $'a\n'", r"$'a\n'", r"$'a\n' is not decoded"),
+        ("show a={1,2}", "a={1,2}", "a={1,2} is not expanded"),
+        ("function f { X=1; }; show $X", "1", "X is set in a branch, a loop or a function (line 1)"),
         ('show "unclosed $(oops', "unclosed $(oops", "$(oops is not run"),
     ],
 )
