@@ -86,7 +86,9 @@ def make_generator(
         reward_source = None
         if config.task.name == HARBOR_TASK:
             reward_source = VerifierReward()
-            harness, generator = harbor_harness(generator, Path(config.cache_dir), run_dir)
+            harness, generator = harbor_harness(
+                generator, Path(config.cache_dir), run_dir, client.pool.deadlines.outages
+            )
         elif generator.harness is not None:
             harness = named_harness(generator, Path(config.cache_dir), run_dir)
         made = make_agent_generator(

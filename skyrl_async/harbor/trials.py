@@ -26,6 +26,7 @@ from skyrl_async.harbor.agents import agent_config, harbor_name, install_program
 from skyrl_async.harbor.process import TrialProcess, check_names, harbor_python
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harnesses.install import Say
+from skyrl_async.runtime.outages import Outages
 from skyrl_async.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class HarborTrials:
         agent_timeout_s: float,
         max_agents: int | None = None,
         run_dir: Path | None = None,
+        outages: Outages | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +72,7 @@ class HarborTrials:
             agent_timeout_s: longest run of the agent; a task may ask for less.
             max_agents: agents that run at once; None: no limit.
             run_dir: directory of the run, by which a resumed run finds processes that were left.
+            outages: in one, an agent's end by a timeout or an error is a failure: Harbor's clock goes on; None: unknown.
         """
         self._settings = settings
         self._agent = agent
@@ -77,6 +80,7 @@ class HarborTrials:
         self._agent_timeout_s = agent_timeout_s
         self._max_agents = max_agents
         self._marks = {} if run_dir is None else {"SKYRL_RUN_DIR": str(run_dir.absolute())}
+        self._outages = outages or Outages()
         self._runner: TrialProcess | None = None
         self._starting = asyncio.Lock()
 
@@ -86,13 +90,21 @@ class HarborTrials:
         Raises ``EnvironmentFailedError`` if its environment could not be made or was lost, and ``GenerationError`` if agent or verifier
         failed without a reward.
         """
+        num_over = self._outages.num_over
         runner = await self._started(task.working_dir.parent)
         found = await runner.play(self._trial(task))
         metrics = {f"timing/{stage}": seconds for stage, seconds in found["seconds"].items()}
         metrics["agent/timeouts"] = float(found["is_late"])  # it is judged for what it did
         metrics["agent/errors"] = float(found["has_error"])  # the same
         rewards = found["rewards"]
-        if (failure := found["failure"]) is not None:
+        failure = found["failure"]
+        if failure is None and (found["is_late"] or found["has_error"]) and self._outages.met_since(num_over):
+            failure = {
+                "stage": "agent_execution",
+                "type": "OutageError",
+                "message": "the agent did not end by itself in an outage",
+            }
+        if failure is not None:
             stage, words = failure["stage"], f"{failure['type']}: {_without_names(failure['message'], task)}"
             kind = EnvironmentFailedError if stage in _OF_ENVIRONMENT else GenerationError
             if rewards:
@@ -151,7 +163,7 @@ def check_harbor(settings: GeneratorConfig, cache_dir: Path, say: Say) -> None:
 
 
 def harbor_harness(
-    settings: GeneratorConfig, cache_dir: Path, run_dir: Path | None
+    settings: GeneratorConfig, cache_dir: Path, run_dir: Path | None, outages: Outages | None = None
 ) -> tuple[HarborTrials, GeneratorConfig]:
     """Return the harness, and the settings of the generator that runs it: its limits are of whole trials, the runner's of agents."""
     harbor, agent = settings.harbor, harbor_name(str(settings.harness))
@@ -164,6 +176,7 @@ def harbor_harness(
         agent_timeout_s=settings.agent_timeout_s,
         max_agents=settings.max_concurrent_agents,
         run_dir=run_dir,
+        outages=outages,
     )
     of_trials = replace(
         settings,

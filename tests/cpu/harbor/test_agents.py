@@ -18,6 +18,7 @@ from skyrl_async.harbor.agents import agent_config, harbor_name, with_programs
 from skyrl_async.harbor.process import check_names
 from skyrl_async.harbor.tasks import TASK_COLUMN
 from skyrl_async.harbor.trials import HarborTrials
+from skyrl_async.runtime.outages import Outages
 from skyrl_async.types import SamplingParams
 from tests.patience import PATIENCE_S
 
@@ -202,6 +203,36 @@ async def test_no_log_and_no_reason_of_a_trial_has_the_key_of_its_session(tmp_pa
             await trials.run(task)
     else:
         assert (await trials.run(task)).logs == {"agent": "OPENAI_API_KEY=<key>"}
+    await trials.close()
+
+
+LATE = """#!{python}
+import json
+print(json.dumps(dict(ready=True, version="0")), flush=True)
+told = dict(id=json.loads(input())["id"], rewards=dict(reward=0.0), seconds=dict(), logs=dict(), failure=None)
+print(json.dumps(dict(**told, is_late={is_late}, has_error={has_error})), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("is_late", "has_error"), [(True, False), (False, True)])
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_an_agent_that_an_outage_ended_is_no_zero(
+    tmp_path: Path, is_late: bool, has_error: bool, is_over: bool
+) -> None:
+    outages = Outages()
+    outages.begin("no engine")
+    if is_over:
+        outages.end("no engine")
+    text = LATE.format(python=sys.executable, is_late=is_late, has_error=has_error)
+    python = written(tmp_path / "python", text)
+    (tmp_path / "trial").mkdir()
+    trials = HarborTrials(HarborConfig(), "terminus-2", python, agent_timeout_s=60.0, outages=outages)
+    task = replace(TASK, extras={TASK_COLUMN: "."}, working_dir=tmp_path / "trial")
+    if is_over:
+        assert (await trials.run(task)).reward == 0.0
+    else:
+        with pytest.raises(GenerationError, match="did not end by itself in an outage"):
+            await trials.run(task)
     await trials.close()
 
 
