@@ -181,19 +181,20 @@ class Sandbox:
             max_output_bytes: read of each of its outputs.
 
         Raises:
-            SandboxError: the sandbox has ended, or the command is too long to be passed.
+            SandboxError: the sandbox has ended.
         """
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         number = next(self._numbers)
-        request = {"id": number, "argv": argv, "cwd": cwd, "env": {**ENVIRONMENT, **(env or {})}}
+        request = {"argv": argv, "cwd": cwd, "env": {**ENVIRONMENT, **(env or {})}}
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         with contextlib.ExitStack() as files:
-            stdin, output, error = (_memory_file(files) for _ in range(3))
-            os.write(stdin, given)
-            os.lseek(stdin, 0, os.SEEK_SET)
+            stdin, output, error, asked = (_memory_file(files) for _ in range(4))
+            for file, content in ((stdin, given), (asked, json.dumps(request).encode())):
+                os.write(file, content)
+                os.lseek(file, 0, os.SEEK_SET)
             is_late = False
             try:
-                self._send(request, [stdin, output, error])
+                self._send({"id": number}, [stdin, output, error, asked])
                 async with asyncio.timeout(timeout_s) as deadline:
                     found = await answer
             except TimeoutError:

@@ -94,9 +94,9 @@ def main(control: socket.socket) -> NoReturn:
     - ``read_only``: pairs of a directory of the host and where it is mounted;
     - ``reserved``: directories that can be written to when the disk is full.
 
-    The first message from here is ``{"ready": true}`` with the sockets of ``ports``, or ``{"error": "..."}``. Requests are ``{"id", "argv",
-    "cwd", "env"}`` with three file descriptors, and ``{"kill": id}``; each command is answered with ``{"id", "status"}`` or
-    ``{"id", "error"}``.
+    The first message from here is ``{"ready": true}`` with the sockets of ``ports``, or ``{"error": "..."}``. Requests are ``{"id"}`` with
+    four file descriptors, the standard ones and a file of ``{"argv", "cwd", "env"}``, and ``{"kill": id}``; each command is answered
+    with ``{"id", "status"}`` or ``{"id", "error"}``.
     """
     settings = json.loads(control.recv(_MAX_REQUEST_BYTES))
     groups = _make_groups(settings)
@@ -334,7 +334,7 @@ def _serve(control: socket.socket) -> None:
 
 def _answer(control: socket.socket, running: dict[int, int]) -> bool:
     """Read one request; False at the socket's end."""
-    message, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
+    message, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
     if not message:
         return False
     for fd in fds:
@@ -345,6 +345,8 @@ def _answer(control: socket.socket, running: dict[int, int]) -> bool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         return True
+    with open(fds.pop(), encoding="utf-8") as asked:
+        request |= json.load(asked)
     try:
         pid = os.fork()
     except OSError as error:  # the limit of processes

@@ -104,6 +104,14 @@ async def test_a_command_that_ends_with_the_status_of_late_ones_is_not_late(sand
     assert (await sandbox.run("sleep 1000", timeout_s=0.1)).is_late
 
 
+async def test_a_long_command_runs_and_one_beyond_the_kernels_limit_fails_like_any_other(sandbox: Sandbox) -> None:
+    long = await sandbox.run(["/bin/sh", "-c", "echo $#", "sh", *["x" * 1000] * 500], timeout_s=PATIENCE_S)
+    assert (long.status, long.output) == (0, b"500\n")
+    too_long = await sandbox.run(f": {'x' * 300_000}", timeout_s=PATIENCE_S)
+    assert too_long.status == 126 and b"Argument list too long" in too_long.error
+    assert await printed(sandbox, "echo on") == "on\n"
+
+
 async def test_a_file_is_copied_into_a_directory_that_is_there(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("hello")
     for target in ("/tmp", "/srv/", "/opt/new"):
