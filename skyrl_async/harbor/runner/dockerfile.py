@@ -13,6 +13,9 @@ from skyrl_async.harbor.runner.sandbox import ENVIRONMENT
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _EMPTY_MOUNT = re.compile(r"[=,]type=(cache|tmpfs)\b")
+_HERE_DOCUMENT = re.compile(r"(?<!\S)\d*<<-?(['\"]?)([A-Za-z_]\w*)\1(?!\w)")
+_SCRIPT = re.compile(r"<<-?(['\"]?)(\w+)\1\n(.*?)\n?\t*\2", re.DOTALL)
+"""A ``RUN`` that is nothing but a here document."""
 _IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "SYNTAX")
 
 
@@ -93,17 +96,29 @@ def steps(dockerfile: Path) -> Iterator[Step]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Whole instructions: continued lines joined, comments and empty lines left out."""
+    """Whole instructions: continued lines joined, comments and empty lines left out, a ``RUN`` with its here documents."""
     parts: list[str] = []
-    for line in text.splitlines():
+    lines = iter(text.splitlines())
+    for line in lines:
         if line.lstrip().startswith("#") or not line.strip():
             continue
         parts.append(line.rstrip().removesuffix("\\"))
         if not line.rstrip().endswith("\\"):
-            yield " ".join(part.strip() for part in parts).strip()
+            whole = " ".join(part.strip() for part in parts).strip()
+            yield "\n".join([whole, *_here_documents(whole, lines)])
             parts = []
     if parts:
         yield " ".join(part.strip() for part in parts).strip()
+
+
+def _here_documents(instruction: str, lines: Iterator[str]) -> Iterator[str]:
+    """The next of ``lines`` up to the ends of the here documents that a ``RUN`` begins."""
+    names = _HERE_DOCUMENT.findall(instruction) if instruction[:4].upper() == "RUN " else []
+    for _, name in names:
+        for line in lines:
+            yield line
+            if line.lstrip("\t") == name:
+                break
 
 
 def _pairs(rest: str, known: dict[str, str]) -> dict[str, str]:
@@ -123,6 +138,10 @@ def _run(line: str, rest: str, shell: list[str]) -> Run:
         rest = rest.lstrip()
         if flag.startswith("--mount") and not _EMPTY_MOUNT.search(flag):
             raise CannotBuildError(f"{line!r} needs a mount of files")
+    if script := _SCRIPT.fullmatch(rest):
+        if script[3].startswith("#!"):
+            raise CannotBuildError(f"{line!r} names an interpreter")
+        return Run(argv=(*shell, script[3]))
     with contextlib.suppress(ValueError):  # not a list, but a test of the shell's: [ -f x ]
         if rest.startswith("["):
             return Run(argv=tuple(json.loads(rest)))
@@ -137,6 +156,8 @@ def _copy(line: str, rest: str, context: Path, workdir: str) -> Copy:
         raise CannotBuildError(f"{line!r} must name files and where they go")
     if any(flag.startswith("--from") for flag in flags) or any("://" in source for source in sources):
         raise CannotBuildError(f"{line!r} needs another image or a network")
+    if any(source.startswith("<<") for source in sources):
+        raise CannotBuildError(f"{line!r} has a file in a here document: put it into {context.name}/")
     patterns = [os.path.normpath(source.lstrip("/")) for source in sources]
     found = [path for name in patterns for path in ([context] if name == "." else sorted(context.glob(name)))]
     inside = [path for path in found if path.resolve().is_relative_to(context.resolve())]

@@ -123,6 +123,7 @@ def test_a_dockerfile_is_followed_line_by_line(tmp_path: Path) -> None:
         ("COPY Dockerfile", "must name files and where they go"),
         ("ENV NAME='me", "cannot be read: No closing quotation"),
         ("SHELL bash", "cannot be read"),
+        ("COPY <<EOF /x", "has a file in a here document"),
         ("RUN --mount=type=bind,source=src,target=/src make", "needs a mount of files"),
     ],
 )
@@ -149,8 +150,14 @@ def test_a_path_is_added_to_the_sandboxs_own(tmp_path: Path) -> None:
         ("RUN --mount=type=cache,target=/root/.cache --network=none make all", "make all"),
         ("RUN make && \\\n\n    make install", "make && make install"),
         ("RUN [ -f done ] || make", "[ -f done ] || make"),
+        (
+            "RUN cat <<'EOF' > a && \\\n    touch b\n# kept\n\n  $x \\\nEOF",
+            "cat <<'EOF' > a && touch b\n# kept\n\n  $x \\\nEOF",
+        ),
+        ("RUN <<EOF\nset -e\ntouch done\nEOF", "set -e\ntouch done"),
+        ("RUN cat <<< word; echo $((1<<n))", "cat <<< word; echo $((1<<n))"),
     ],
-    ids=["flags", "an empty line", "a test"],
+    ids=["flags", "an empty line", "a test", "a here document", "a script", "no here document"],
 )
 def test_a_command_is_what_the_shell_would_run(tmp_path: Path, line: str, command: str) -> None:
     ran, _ = followed(tmp_path, f"FROM debian:12\n{line}\n")
