@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,5 +164,7 @@ def _copy(line: str, rest: str, context: Path, workdir: str) -> Copy:
     inside = [path for path in found if path.resolve().is_relative_to(context.resolve())]
     if not inside:
         raise CannotBuildError(f"{line!r} names files that are not in {context.name}/")
+    if line[:4].upper() == "ADD " and any(path.is_file() and tarfile.is_tarfile(path) for path in inside):
+        raise CannotBuildError(f"{line!r} unpacks an archive: unpack it in {context.name}/")
     is_directory = target.endswith("/") or target in (".", "..") or len(inside) > 1 or inside[0].is_dir()
     return Copy(sources=tuple(inside), target=str(Path(workdir, target)) + ("/" if is_directory else ""))

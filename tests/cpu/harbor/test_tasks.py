@@ -1,5 +1,6 @@
 """Harbor's task directories as prompts, and Dockerfiles that are followed without an image."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,15 @@ def test_a_line_that_needs_an_image_or_a_network_is_named(tmp_path: Path, line: 
     with pytest.raises(CannotBuildError, match=expected) as raised:
         followed(tmp_path, f"FROM debian:12\n{line}\n")
     assert repr(line) in str(raised.value)
+
+
+def test_an_archive_that_add_would_unpack_is_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "files.tar.gz", "w:gz"):
+        pass
+    copied, _ = followed(tmp_path, "FROM debian:12\nCOPY files.tar.gz /app/\n")
+    assert copied.action == Copy(sources=(tmp_path / "files.tar.gz",), target="/app/")
+    with pytest.raises(CannotBuildError, match="'ADD files.tar.gz /app/' unpacks an archive"):
+        followed(tmp_path, "FROM debian:12\nADD files.tar.gz /app/\n")
 
 
 @pytest.mark.parametrize("source", [".", "./", "/"])
