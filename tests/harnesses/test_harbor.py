@@ -28,6 +28,7 @@ from skyrl_async.errors import ConfigError, EnvironmentFailedError
 from skyrl_async.generators.agent.generator import AgentGenerator
 from skyrl_async.generators.agent.settings import make_agent_generator
 from skyrl_async.harbor.__main__ import main as check_tasks
+from skyrl_async.harbor.process import TrialProcess, harbor_python
 from skyrl_async.harbor.tasks import load_tasks
 from skyrl_async.harbor.trials import VerifierReward, harbor_harness
 from skyrl_async.harnesses.registry import HARNESSES
@@ -180,6 +181,28 @@ async def test_an_agent_stopped_by_a_cap_is_judged_for_what_it_did(directory: Pa
     async with trials(COUNTS, limits=SessionLimits(max_turns=1)) as generator:
         (row,) = await generator.generate(request(prompt_of(directory, "visitors-0")))
     assert (row.reward, row.num_turns, row.is_truncated) == (1.0, 1, True)
+
+
+async def test_an_agent_has_the_runs_limit_where_its_task_has_none(directory: Path, tmp_path: Path) -> None:
+    task = tmp_path / "endless"
+    shutil.copytree(directory / "visitors-0", task)
+    replace(task / "task.toml", "[agent]\ntimeout_sec = 120.0\n", "")
+    append(task / "solution/solve.sh", "\nsleep 1000\n")
+    (tmp_path / "base").mkdir()
+    asked = {
+        "task": str(task),
+        "trials_dir": str(tmp_path),
+        "environment": "local",
+        "environment_kwargs": {"base": str(tmp_path / "base")},
+        "agent": {"name": "oracle", "max_timeout_sec": 3.0},
+    }
+    process = await TrialProcess.start(harbor_python(None, cache_dir=CACHE_DIR, say=lambda _: None), None, {})
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            found = await process.play(asked)
+    finally:
+        await process.close()
+    assert found["is_late"] and found["rewards"] == {"reward": 1.0}
 
 
 @needs_tmux

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -89,6 +90,8 @@ class TrialPlayer:
 def _config(asked: Mapping[str, Any]) -> TrialConfig:
     agent = dict(asked["agent"])
     agent["kwargs"] = _AGENT_DEFAULTS.get(agent.get("name") or "", {}) | agent.get("kwargs", {})
+    if not _limits_agent(Path(asked["task"])):  # Harbor's maximum lowers a task's limit, and is none by itself
+        agent["override_timeout_sec"] = agent.get("max_timeout_sec")
     kind, kwargs = asked["environment"], asked["environment_kwargs"]
     environment = {"import_path": _LOCAL} if kind == "local" else {"type": kind}
     not_graded = ErrorPolicyOverride(should_grade=False, has_valid_reward=False)
@@ -100,6 +103,12 @@ def _config(asked: Mapping[str, Any]) -> TrialConfig:
         environment=EnvironmentConfig(**environment, kwargs=kwargs),
         override_error_policy=dict.fromkeys(_OF_ENVIRONMENT, not_graded) | dict.fromkeys(_AFTER_A_CAP, graded),
     )
+
+
+def _limits_agent(task: Path) -> bool:
+    """Whether the task, or a step of it, limits the time of its agent."""
+    config = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
+    return any("timeout_sec" in part.get("agent", {}) for part in (config, *config.get("steps", ())))
 
 
 def _failure(result: TrialResult, trial_dir: Path) -> dict[str, str] | None:
