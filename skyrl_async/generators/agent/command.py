@@ -35,6 +35,7 @@ from skyrl_async.config.schema.generator import AgentAnswer
 from skyrl_async.errors import GenerationError, InvalidResultError
 from skyrl_async.generators.agent.harness import AgentResult, AgentTask
 from skyrl_async.generators.agent.processes import end_guard, kill_agent, start_guard
+from skyrl_async.runtime.daemon_threads import DaemonThreads
 
 PASSED = (
     *("CONDA_PREFIX", "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH"),
@@ -95,6 +96,7 @@ class CommandHarness:
         if run_dir is not None:
             self._marks[_RUN_DIR] = str(run_dir.absolute())
         self._is_guarded = False
+        self._ending = DaemonThreads("end of an agent")
         self._answer = answer
         self._adapter = adapter
 
@@ -159,7 +161,9 @@ class CommandHarness:
         except OSError as error:
             raise GenerationError(f"the agent's shell could not be started in {working_dir}: {error}") from error
         finally:
-            kill_agent(process.pid if process else None, f"SKYRL_TASK_FILE={environment['SKYRL_TASK_FILE']}")
+            # In a thread, because it looks at every process of the machine; a second cancellation does not stop it.
+            found = (process.pid if process else None, f"SKYRL_TASK_FILE={environment['SKYRL_TASK_FILE']}")
+            await asyncio.wait([asyncio.get_running_loop().run_in_executor(self._ending, kill_agent, *found)])
             if process is not None:
                 await _reap(process)
 

@@ -23,11 +23,12 @@ from skyrl_async.data.dataset import load_sources
 from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.generators.agent.command import CommandHarness, with_absolute_files
 from skyrl_async.generators.agent.harness import AgentFunction, AgentResult, AgentTask, FunctionHarness, shown_extras
-from skyrl_async.generators.agent.processes import marked_processes
+from skyrl_async.generators.agent.processes import kill_agent, marked_processes
 from skyrl_async.generators.agent.settings import check_agent_settings
 from skyrl_async.harnesses.install import PythonPackages
 from skyrl_async.harnesses.shipped import ShippedHarness, Transcript, shipped_harness
 from skyrl_async.types import SamplingParams
+from tests.patience import PATIENCE_S
 
 
 def a_task(tmp_path: Path, **fields: Any) -> AgentTask:
@@ -335,6 +336,24 @@ async def test_processes_that_a_program_leaves_are_killed_when_it_ends(
         with all_dead_afterwards(await processes.started(2)):
             await asyncio.to_thread((tmp_path / "end").write_text, "\n")
             assert (await running is None) == (status == 0)
+
+
+async def test_the_event_loop_goes_on_while_an_agents_processes_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def look(group_id: int | None, mark: str) -> int:
+        loop.call_soon_threadsafe(begun.set)
+        assert may_end.wait(PATIENCE_S)
+        return kill_agent(group_id, mark)
+
+    monkeypatch.setattr("skyrl_async.generators.agent.command.kill_agent", look)
+    async with asyncio.timeout(PATIENCE_S / 2), asyncio.TaskGroup() as group:
+        running = group.create_task(CommandHarness("true").run(a_task(tmp_path)), name="agent")
+        await begun.wait()
+        assert not running.done()
+        may_end.set()
 
 
 async def outcome(harness: CommandHarness, task: AgentTask) -> GenerationError | None:
