@@ -342,8 +342,9 @@ def _answer(control: socket.socket, running: dict[int, int]) -> bool:
     request = json.loads(message)
     if "kill" in request:
         for pid in [pid for pid, number in running.items() if number == request["kill"]]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # one that has just been forked leads no group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
         return True
     with open(fds.pop(), encoding="utf-8") as asked:
         request |= json.load(asked)

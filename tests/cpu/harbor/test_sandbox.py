@@ -104,6 +104,15 @@ async def test_a_command_that_ends_with_the_status_of_late_ones_is_not_late(sand
     assert (await sandbox.run("sleep 1000", timeout_s=0.1)).is_late
 
 
+async def test_a_command_that_is_cancelled_at_once_does_not_live_on(sandbox: Sandbox) -> None:
+    for _ in range(20):
+        running = asyncio.create_task(sandbox.run(["/bin/sleep", "1000"]))
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+    assert await printed(sandbox, "while pgrep sleep > /dev/null; do :; done; echo gone") == "gone\n"
+
+
 async def test_a_long_command_runs_and_one_beyond_the_kernels_limit_fails_like_any_other(sandbox: Sandbox) -> None:
     long = await sandbox.run(["/bin/sh", "-c", "echo $#", "sh", *["x" * 1000] * 500], timeout_s=PATIENCE_S)
     assert (long.status, long.output) == (0, b"500\n")
