@@ -31,6 +31,8 @@ class Copy:
     sources: tuple[Path, ...]
     target: str
     """Ends with a slash if it must be a directory."""
+    mode: int | None = None
+    """Of ``--chmod``, for all that is copied; None: as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,4 +169,5 @@ def _copy(line: str, rest: str, context: Path, workdir: str) -> Copy:
     if line[:4].upper() == "ADD " and any(path.is_file() and tarfile.is_tarfile(path) for path in inside):
         raise CannotBuildError(f"{line!r} unpacks an archive: unpack it in {context.name}/")
     is_directory = target.endswith("/") or target in (".", "..") or len(inside) > 1 or inside[0].is_dir()
-    return Copy(sources=tuple(inside), target=str(Path(workdir, target)) + ("/" if is_directory else ""))
+    mode = next((int(flag.partition("=")[2], 8) for flag in flags if flag.startswith("--chmod=")), None)
+    return Copy(sources=tuple(inside), target=str(Path(workdir, target)) + ("/" if is_directory else ""), mode=mode)

@@ -127,7 +127,7 @@ class LocalEnvironment(BaseEnvironment):
             await sandbox.run(["/bin/mkdir", "-p", step.workdir])
             if isinstance(step.action, Copy):
                 for source in step.action.sources:
-                    await sandbox.put(source, step.action.target)
+                    await sandbox.put(source, step.action.target, step.action.mode)
             elif isinstance(step.action, Run):
                 done = await sandbox.run(
                     step.action.argv, cwd=step.workdir, env=step.env, timeout_s=_BUILD_COMMAND_TIMEOUT_S

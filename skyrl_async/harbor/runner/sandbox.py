@@ -216,16 +216,16 @@ class Sandbox:
             errors += f"\nkilled after {timeout_s:g} s\n".encode()
         return Done(status=found["status"], output=written, error=errors, is_late=is_late)
 
-    async def put(self, source: Path, target: str) -> None:
+    async def put(self, source: Path, target: str, mode: int | None = None) -> None:
         """Copy a file or a directory's content from the host to ``target``, as root's. Raises ``SandboxError``.
 
-        A file is copied into ``target`` if that is a directory or ends with a slash.
+        A file is copied into ``target`` if that is a directory or ends with a slash. ``mode`` is that of all copies; None: as it is.
         """
         is_file = source.is_file()  # noqa: ASYNC240 (nothing beside its reading)
         if is_file and (target.endswith("/") or await self._has_directory(target)):
             target = f"{target}/{source.name}"
         try:
-            packed, directory = _pack(source, target)
+            packed, directory = _pack(source, target, mode)
         except OSError as error:
             raise SandboxError(f"{source} could not be copied to {target}: {error}") from error
         script = 'mkdir -p "$1" && exec tar -x --no-same-owner -C "$1"'
@@ -347,12 +347,18 @@ def _stays(link: Path, packed: Path) -> bool:
     return is_of_neighbours or target in {around.resolve() for around in link.parents}
 
 
-def _pack(source: Path, target: str) -> tuple[bytes, str]:
+def _pack(source: Path, target: str, mode: int | None) -> tuple[bytes, str]:
     """The archive that becomes ``target``, and the directory to unpack it in."""
     packed = io.BytesIO()
+
+    def with_mode(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        if mode is not None and member.name != ".":
+            member.mode = mode
+        return member
+
     with _Archive(fileobj=packed, mode="w") as archive:
         archive.packed = source
-        archive.add(source, arcname="." if source.is_dir() else Path(target).name)
+        archive.add(source, arcname="." if source.is_dir() else Path(target).name, filter=with_mode)
     return packed.getvalue(), target if source.is_dir() else str(Path(target).parent)
 
 

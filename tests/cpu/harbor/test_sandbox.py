@@ -128,6 +128,18 @@ async def test_a_file_is_copied_into_a_directory_that_is_there(sandbox: Sandbox,
     assert await printed(sandbox, "cat /tmp/note /srv/note /opt/new") == "hello" * 3
 
 
+async def test_copies_have_the_mode_that_is_asked_for(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "tools/deep").mkdir(parents=True)
+    for name in ("tools/deep/inner", "up"):
+        (tmp_path / name).write_text("#!/bin/sh\necho up\n")
+        (tmp_path / name).chmod(0o600)
+    await sandbox.put(tmp_path / "tools", "/srv/tools", 0o755)
+    for target in ("/usr/local/bin", "/srv/other", "/srv/new/"):
+        await sandbox.put(tmp_path / "up", target, 0o755)
+    command = "/srv/tools/deep/inner && up && /srv/other && /srv/new/up && stat -c %a /srv/other"
+    assert await printed(sandbox, command) == "up\n" * 4 + "755\n"
+
+
 async def test_a_link_that_leads_nowhere_stays_one_and_a_missing_file_is_named(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_dockerfile_is_followed_line_by_line(tmp_path: Path) -> None:
         ("FETCH it", "cannot be read"),
         ("COPY", "must name files and where they go"),
         ("COPY Dockerfile", "must name files and where they go"),
+        ("COPY --chmod=u+x Dockerfile /x", "cannot be read: invalid literal"),
         ("ENV NAME='me", "cannot be read: No closing quotation"),
         ("SHELL bash", "cannot be read"),
         ("COPY <<EOF /x", "has a file in a here document"),
@@ -147,6 +148,12 @@ def test_an_archive_that_add_would_unpack_is_named(tmp_path: Path) -> None:
 def test_the_whole_context_is_copied(tmp_path: Path, source: str) -> None:
     copied, _ = followed(tmp_path, f"FROM debian:12\nCOPY {source} /app\n")
     assert copied.action == Copy(sources=(tmp_path,), target="/app/")
+
+
+def test_what_is_copied_has_the_mode_that_its_line_says(tmp_path: Path) -> None:
+    (tmp_path / "tool").touch()
+    copied, _ = followed(tmp_path, "FROM debian:12\nCOPY --chmod=755 --chown=agent tool /usr/local/bin/\n")
+    assert copied.action == Copy(sources=(tmp_path / "tool",), target="/usr/local/bin/", mode=0o755)
 
 
 def test_a_path_is_added_to_the_sandboxs_own(tmp_path: Path) -> None:
