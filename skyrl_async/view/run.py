@@ -48,7 +48,7 @@ EMPTY: dict[str, Any] = {
         "metrics": [],
         "alarms": [],
     },
-    **{"seconds_since": 0.0, "error": None},
+    **{"seconds_since": None, "error": None},
 }
 """What ``ViewedRun.overview`` says of a run without anything in it."""
 

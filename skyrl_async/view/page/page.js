@@ -60,8 +60,8 @@ async function watch() {
     const found = await ask("overview");
     const isNew = JSON.stringify(found.runs.map((run) => run.name)) !== JSON.stringify(overview.runs.map((run) => run.name));
     overview = found;
-    const quiet = Math.min(...overview.runs.map((run) => run.seconds_since));
-    state.textContent = RECORDED ? "report" : quiet < LIVE_S ? "live" : `written ${ago(quiet)}`;
+    const quiet = Math.min(...overview.runs.map((run) => run.seconds_since ?? Infinity));
+    state.textContent = RECORDED ? "report" : quiet < LIVE_S ? "live" : quiet < Infinity ? `written ${ago(quiet)}` : "stopped";
     drawHeader();
     drawAlarms();
     if (isNew) openTab();

@@ -187,6 +187,9 @@ def test_a_run_that_writes_no_more_says_since_when(run_dir: Path, page: Page) ->
         for file in run_dir.iterdir():
             os.utime(file, (time.time() - 3 * 3600,) * 2)
         expect(page.locator("#state")).to_contain_text("written 3 h ago")
+        shutil.rmtree(run_dir)
+        expect(page.locator("#state")).to_contain_text("stopped")
+        expect(page.locator("#problem")).to_contain_text("No such file or directory")
 
 
 def test_the_table_ends_with_the_window_and_shows_the_reward_on_a_phone(run_dir: Path, page: Page) -> None:
