@@ -106,6 +106,7 @@ def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, A
         failed: of samples that did.
     """
     groups: dict[tuple[int, bool], list[tuple[Turn, ...]]] = defaultdict(list)
+    num_masked: Counter[tuple[int, bool]] = Counter()
     newest = max((row["admission_index"] for row in rows if row["outcome"] != Outcome.FILTERED), default=math.inf)
     for row in rows:
         if row["admission_index"] > newest:
@@ -114,7 +115,9 @@ def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, A
         for reply in _replies(row):
             ends = [reply.num_tokens * turn // reply.num_turns for turn in range(reply.num_turns + 1)]
             turns += [(max(1, e - b), reply.environment_seconds / reply.num_turns) for b, e in pairwise(ends)]
-        groups[row["admission_index"], row["outcome"] == Outcome.FILTERED].append(tuple(turns))
+        key, is_masked = (row["admission_index"], row["outcome"] == Outcome.FILTERED), not row["num_trained_tokens"]
+        groups[key].insert(0 if is_masked else len(groups[key]), tuple(turns))
+        num_masked[key] += is_masked
     mean_tokens = fmean(row["num_sampled_tokens"] for row in rows)
     in_engine = fmean(sum(reply.engine_seconds for reply in _replies(row)) for row in rows)
     lasted = max(in_engine, fmean(row["seconds"] for row in failed)) if failed else in_engine
@@ -125,7 +128,12 @@ def groups_of(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, A
             share = row["seconds"] / lasted
             groups[index, False].append(((max(1, round(share * mean_tokens)), share * (lasted - in_engine)),))
     return tuple(
-        KnownGroup(samples=tuple(samples), num_failing=num_failing[index], is_filtered=is_filtered)
+        KnownGroup(
+            samples=tuple(samples),
+            num_masked=num_masked[index, is_filtered],
+            num_failing=num_failing[index],
+            is_filtered=is_filtered,
+        )
         for (index, is_filtered), samples in groups.items()
     )
 

@@ -32,6 +32,7 @@ from skyrl_async.record.ended import OTHERS_FAILED, Outcome
 from skyrl_async.record.files import DIRECTORY, files_in, read_samples
 from skyrl_async.simulator.models import KnownGroup
 from skyrl_async.simulator.shared_machine import ENGINE_CORES, PUBLISH_CORES, TRAINING_CORES, slowdown
+from skyrl_async.types import ENVIRONMENT_VERSION
 
 Step: TypeAlias = dict[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -57,11 +58,15 @@ _OUTCOMES = ("trained", "filtered", "masked", "abandoned", "failed")
 _COLUMNS = (
     *("outcome", "reason", "uid", "scheduled_version", "admission_index", "sample", "branch", "step"),
     *("seconds", "num_turns", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens", "turns"),
+    "policy_versions",
 )
 _STAGES = ("ref_logp", "logp", "teacher_logp", "values")
 _SLOWED = {"optimizer_step", "gather", "send", "stage", "pause"}
 """Spans that take longer while others take the cores."""
-_NEEDED = ("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens")
+_NEEDED = (
+    *("scheduled_version", "admission_index", "num_prompt_tokens", "num_response_tokens", "num_sampled_tokens"),
+    "policy_versions",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +292,10 @@ def _rows(run_dir: Path, first_step: int) -> tuple[list[dict[str, Any]], list[di
         )
     longest: dict[tuple[int, int], dict[str, Any]] = {}
     for row in finished:
+        # Those of the record are trained: a sample that a length limit cut has none.
+        row["num_trained_tokens"] = row["num_sampled_tokens"]
+        spans = (span for span in row["policy_versions"] if span["version"] != ENVIRONMENT_VERSION)
+        row["num_sampled_tokens"] = sum(span["end"] - span["start"] for span in spans)
         if row["num_sampled_tokens"]:
             known = longest.get(key := (row["admission_index"], row["sample"]))
             if known is None or row["num_sampled_tokens"] > known["num_sampled_tokens"]:
@@ -307,7 +316,7 @@ def _gradients(
     for row in rows:
         if row["outcome"] in ("trained", "masked"):
             num_tokens = row["num_prompt_tokens"] + row["num_response_tokens"]
-            tokens[row["step"]][row["admission_index"]] += num_tokens
+            tokens[row["step"]][row["admission_index"]] += num_tokens if row["num_trained_tokens"] else 0
     trained: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.track == "training" and span.name == "forward_backward" and span.args.get("step", -1) >= first_step:

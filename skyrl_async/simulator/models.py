@@ -134,6 +134,8 @@ _ALIKE = 8
 """Groups next to each other in the order of their median lengths. A prompt whose group was dropped for one long answer seldom has another
 one: of the default task's prompts, asked twice, medians agree, and the longest answers correlate by 0.7."""
 
+_NOT_TRAINED = np.broadcast_to(np.False_, 1 << 40)
+"""Their mask where nothing is trained."""
 Turn = tuple[int, float]
 """Tokens of a reply, and the seconds that its environment takes after it."""
 
@@ -144,6 +146,8 @@ class KnownGroup:
 
     samples: tuple[tuple[Turn, ...], ...]
     """The turns of each."""
+    num_masked: int = 0
+    """How many of the samples, the first ones, are not trained: a length limit cut them, or their harness gave no reward."""
     num_failing: int = 0
     """How many of the samples, the last ones, fail at their end."""
     is_filtered: bool = False
@@ -200,7 +204,7 @@ class ModelledGenerator:
         return Trajectory(
             prompt_token_ids=prompt,
             response_token_ids=tokens,
-            loss_mask=mask,
+            loss_mask=_NOT_TRAINED[: len(versions)] if sample < known.num_masked else mask,
             logprobs=logprobs,
             versions=versions,
             reward=0.0 if known.is_filtered else float(index % 2),

@@ -349,7 +349,7 @@ def test_replies_are_placed_where_they_were_asked_for(run: Measured) -> None:
     nothing = {"asked_at": None, "engine_seconds": None, "start": 48, "end": 60}
     turns = [span | of_turn for span, of_turn in zip(spans, asked, strict=True)] + [nothing]
     row = {"turns": turns, "seconds": 8.0, "num_turns": 2, "num_sampled_tokens": 40, "admission_index": 5, "step": 1}
-    row["outcome"] = "trained"
+    row |= {"outcome": "trained", "num_trained_tokens": 40}
     assert groups_of([row]) == (KnownGroup(samples=(((10, 1.0), (30, 4.0)),)),)
     samples = Samples([row], np.array([100.0]), (), run.config)
     assert (samples.begin.tolist(), samples.end.tolist()) == ([100.0, 103.0], [102.0, 104.0])
@@ -525,6 +525,14 @@ def test_groups_that_are_filtered_are_generated_and_not_trained(
     run = measured(tmp_path)
     assert 0.5 < fmean(group.is_filtered for group in run.groups) < 0.7
     assert findings(run) == [] and abs(error_of_its_model(run)) < 0.1
+
+
+def test_samples_that_are_not_trained_because_a_limit_cut_them_are_generated_all_the_same(tmp_path: Path) -> None:
+    cut = tuple(replace(group, samples=(((400, 0.0),), *group.samples[:3]), num_masked=1) for group in known_groups())
+    recorded(replace(PLANTED, known_groups=cut), tmp_path)
+    run = measured(tmp_path)
+    assert {(group.num_masked, group.samples[0]) for group in run.groups} == {(1, ((400, 0.0),))}
+    assert abs(error_of_its_model(run)) < 0.1
 
 
 @pytest.mark.parametrize("on_failed_samples", [OnFailedSamples.train_rest, OnFailedSamples.drop])
