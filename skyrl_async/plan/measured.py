@@ -155,7 +155,8 @@ def measured(run_dir: Path) -> Measured:
     steps = newest[: most + WARM_UP_STEPS][::-1][WARM_UP_STEPS:]
     as_traced, between_gradients = list(read_spans(run_dir)), stages_on_policy_workers(config)
     spans = _from_their_turn(as_traced, between_gradients) if between_gradients else as_traced
-    rows, failed = _rows(run_dir, steps[0]["step"])
+    first_step = steps[0]["step"]
+    rows, failed = _rows(run_dir, first_step)
     begins = {(s.args.get("uid"), s.args.get("version")): s.begin for s in spans if s.track == "generation"}
     rows = [row for row in rows if (row["uid"], row["scheduled_version"]) in begins]
     if not rows:
@@ -168,22 +169,27 @@ def measured(run_dir: Path) -> Measured:
         raise ConfigError(f"{run_dir}/metrics.jsonl must have engines/shared_cores: was it written by another version?")
     shared_cores = int(cores) or None
     speed = _speed(samples.open, spans, config, shared_cores, between_gradients)
-    calls = samples.calls(steps[0]["step"], spans, speed)
+    calls = samples.calls(first_step, spans, speed)
     if not len(calls.step):
         raise ConfigError(
             f"{run_dir} has no reply without a validation beside it in its newest {len(steps)} steps, and a forecast needs such: "
             "let it run on with a larger trainer.eval_interval_steps, or with 0"
         )
+    began = max(
+        (s.begin for s in spans if s.track == "training" and s.args.get("step") == first_step), default=-math.inf
+    )
+    newest_spans, newest_traced = ([span for span in found if span.end > began] for found in (spans, as_traced))
+    newest_rows, newest_failed = ([row for row in found if row["step"] >= first_step] for found in (rows, failed))
     return Measured(
         config=config,
         steps=tuple(steps),
         calls=calls,
-        gradients=_gradients(rows, spans, speed, steps[0]["step"], config.trainer.update_epochs_per_batch),
-        groups=groups_of(rows, failed),
+        gradients=_gradients(rows, spans, speed, first_step, config.trainer.update_epochs_per_batch),
+        groups=groups_of(newest_rows, newest_failed),
         unsampled_tokens=float(
-            np.mean([row["num_prompt_tokens"] + row["num_response_tokens"] - row["num_sampled_tokens"] for row in rows])
+            np.mean([r["num_prompt_tokens"] + r["num_response_tokens"] - r["num_sampled_tokens"] for r in newest_rows])
         ),
-        stages=_stages(spans, speed, between_gradients),
+        stages=_stages(newest_spans, speed, between_gradients),
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
         memory=Memory(
@@ -193,8 +199,8 @@ def measured(run_dir: Path) -> Measured:
         ),
         shares_alone={
             # Of these metrics, that of the optimizer step alone leaves out its waits: ``timing/wait_for_devices`` has them.
-            name: _share_alone(name, spans, spans if name == "optimizer_step" else as_traced, speed)
-            for name in {s.name for s in spans} & _SLOWED
+            name: _share_alone(name, newest_spans, newest_spans if name == "optimizer_step" else newest_traced, speed)
+            for name in {s.name for s in newest_spans} & _SLOWED
         },
     )
 

@@ -451,6 +451,23 @@ def test_of_a_long_run_the_newest_steps_are_read_with_all_of_their_samples(
     )
 
 
+def test_lengths_and_stages_are_of_the_steps_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def old_logprobs(policy: ModelledPolicy, group: Group) -> Group:
+        await policy.compute(0.05 if len(policy.steps) < 14 else 0.15)
+        return group
+
+    recorded(
+        replace(PLANTED, algorithm=AlgorithmConfig(policy_loss_type="decoupled_ppo")),
+        tmp_path,
+        prepare_with=lambda policy: {"logp": partial(old_logprobs, policy)},
+    )
+    monkeypatch.setattr("skyrl_async.plan.measured._MAX_ROWS", 10)
+    run = measured(tmp_path)
+    assert run.steps[0]["step"] == 17
+    assert len(run.groups) == 8 * (26 - 16), "those of older steps may be of other settings"
+    assert run.stages["logp"] == pytest.approx(0.15, rel=0.1)
+
+
 def test_a_run_whose_samples_lack_a_figure_is_refused_by_its_name(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
