@@ -73,10 +73,12 @@ class _Reply:
 
 
 def _replies(row: Mapping[str, Any]) -> list[_Reply]:
-    """The replies of a sample, one after the other; one for all where the record does not say when each was asked for."""
+    """The replies of a sample, one after the other; one for all where the record does not say when each was asked for, or the run was
+    resumed between two of them."""
     found = [turn for turn in row["turns"] or () if turn["engine_seconds"] is not None]
     seconds, num_tokens, num_turns = row["seconds"], row["num_sampled_tokens"], max(1, row["num_turns"] or 1)
-    if len(found) != num_turns or any(turn["asked_at"] is None for turn in found):
+    is_known = len(found) == num_turns and all(turn["asked_at"] is not None for turn in found)
+    if not is_known or found[-1]["asked_at"] - found[0]["asked_at"] > seconds:  # which are since it was resumed
         in_engine = min(sum(turn["engine_seconds"] for turn in found), seconds) if found else seconds
         return [_Reply(0.0, seconds, in_engine, seconds - in_engine, num_tokens, num_turns)]
     begins = [turn["asked_at"] - found[0]["asked_at"] for turn in found] + [seconds]

@@ -355,6 +355,15 @@ def test_replies_are_placed_where_they_were_asked_for(run: Measured) -> None:
     assert (samples.begin.tolist(), samples.end.tolist()) == ([100.0, 103.0], [102.0, 104.0])
 
 
+def test_an_outage_between_two_replies_is_not_their_environments_time() -> None:
+    """The run is resumed ten hours after the first reply; the sample then takes 4 s, of which an engine has 1 s."""
+    asked = ({"asked_at": 50.0, "engine_seconds": 2.0}, {"asked_at": 36_050.0, "engine_seconds": 1.0})
+    turns = [of_turn | {"start": 0, "end": 20} for of_turn in asked]
+    row = {"turns": turns, "seconds": 4.0, "num_turns": 2, "num_sampled_tokens": 40, "admission_index": 5, "step": 1}
+    row |= {"outcome": "trained", "num_trained_tokens": 40}
+    assert groups_of([row]) == (KnownGroup(samples=(((20, 0.5), (20, 0.5)),)),)
+
+
 def test_a_steady_run_has_no_findings(run: Measured) -> None:
     assert findings(run) == []
 
