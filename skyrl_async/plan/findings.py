@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import fmean, stdev
 
 import numpy as np
@@ -77,5 +78,7 @@ def _failures(run: Measured) -> Iterator[str]:
         yield (
             f"{failed:.0%} of the samples failed; as many do in the forecast, after as many seconds, in which they sample as the others do"
         )
-    if restarts := run.steps[-1].get("engines/restarts", 0.0) - run.steps[0].get("engines/restarts", 0.0):
+    counts = [step.get("engines/restarts", 0.0) for step in run.steps]
+    # A resumed run counts from 0.
+    if restarts := sum(now - before if now >= before else now for before, now in pairwise(counts)):
         yield f"engines were restarted {restarts:.0f} times; the forecast has none that die"

@@ -394,6 +394,13 @@ def test_engines_of_different_speeds_are_named(tmp_path: Path) -> None:
     assert said.startswith("engines differ: 60 tokens per call and second in engine-1, 100 in engine-0")
 
 
+def test_restarts_of_engines_are_counted_over_a_resume_which_begins_at_0(run: Measured) -> None:
+    counts = [2.0, 3.0, 3.0, 0.0, *[1.0] * (len(run.steps) - 4)]
+    steps = tuple(step | {"engines/restarts": num} for step, num in zip(run.steps, counts, strict=True))
+    (said,) = findings(replace(run, steps=steps))
+    assert said.startswith("engines were restarted 2 times")
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_what_it_says(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
