@@ -11,12 +11,13 @@ Exit codes: 0 healthy, 1 something is wrong, 2 the run cannot be examined.
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from skyrl_async.doctor.examination import Examination, examine
 from skyrl_async.doctor.findings import OTHER_WEIGHTS
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = asyncio.run(examining)
         sys.stdout.write(report(found))
         if given.json is not None:
-            given.json.write_text(json.dumps(asdict(found) | {"is_healthy": found.is_healthy}, indent=2))
+            written = msgspec.json.encode(asdict(found) | {"is_healthy": found.is_healthy})  # NaN is null
+            given.json.write_bytes(msgspec.json.format(written))
     except (SkyRLAsyncError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -436,7 +437,9 @@ async def test_a_column_that_is_shifted_by_a_token_is_named(run_dir: Path, rows:
     assert faults(health) == [("shifted mask", "engine-0")]
 
 
-async def test_a_loss_mask_that_is_shifted_onto_an_observation_is_named(run_dir: Path, rows: list[Trajectory]) -> None:
+async def test_a_loss_mask_that_is_shifted_onto_an_observation_is_named_also_as_json(
+    run_dir: Path, rows: list[Trajectory]
+) -> None:
     shifted = []
     for row in rows:
         ids = np.insert(row.response_token_ids, 0, [NEWLINE, ROLE])
@@ -447,6 +450,12 @@ async def test_a_loss_mask_that_is_shifted_onto_an_observation_is_named(run_dir:
         shifted.append(replace(row, response_token_ids=ids, loss_mask=mask, versions=versions, logprobs=logprobs))
     health = await examined(run_dir, shifted)
     assert ("shifted mask", "the record") in faults(health)
+    figures = run_dir / "figures.json"
+    assert await asyncio.to_thread(main, [str(run_dir), "--no-engine", "--json", str(figures)]) == 1
+    (of_record,) = (
+        one for one in msgspec.json.decode(figures.read_bytes())["findings"] if one["where"] == "the record"
+    )
+    assert of_record["mean_abs_gap"] is None, "JSON has no NaN"
 
 
 @pytest.mark.parametrize("place", [-1, -2, 1])
