@@ -87,8 +87,8 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
     """Follow the rule for ever. What fails is logged, and tried again at the next interval."""
     wished, num_same = (0, 0), 0
     """(change, engines) of the plan before, and how many in a row wished it."""
-    num_additions = Counter[int]()
-    """Engines -> times that the last of so many was added."""
+    added, num_undone = set[int](), Counter[int]()
+    """Numbers of engines the last of which was added here; and how often it was then removed here. One that died is no mistake."""
     while True:
         await asyncio.sleep(config.autoscale_interval_s)
         before, wished = wished, (0, 0)
@@ -107,7 +107,7 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
                 continue  # one died meanwhile, or somebody else adds or removes one
             found = wish(steps, num_engines)
             num_same = 1 + (num_same if before == (found.change, num_engines) else 0)
-            num_needed = 2 << num_additions[num_engines + 1] if found.change > 0 else 2
+            num_needed = 2 << num_undone[num_engines + 1] if found.change > 0 else 2
             if found.change != 0 and num_same >= num_needed:
                 logger.warning(
                     "engine.autoscale: %s, as %d plans in a row have said; %s",
@@ -116,7 +116,11 @@ async def follow(run_dir: Path, fleet: Fleet, config: EngineConfig, plan: Plan) 
                     _words(found.change),
                 )
                 await _change(fleet, found.change)
-                num_additions[num_engines + 1] += found.change > 0
+                if found.change > 0:
+                    added.add(num_engines + 1)
+                elif num_engines in added:
+                    added.remove(num_engines)
+                    num_undone[num_engines] += 1
             else:
                 wished = found.change, num_engines
                 logger.info("engine.autoscale: %s", found.reason)

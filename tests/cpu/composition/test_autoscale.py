@@ -178,6 +178,18 @@ def test_an_engine_of_which_the_plan_promises_too_much_is_added_ever_more_rarely
     assert [time for time, what in fleet.log if what == "add"] == [20.0, 80.0, 180.0]
 
 
+def test_an_engine_that_died_for_good_is_added_again_after_two_plans() -> None:
+    fleet = FakeFleet(1)
+
+    async def plan(run_dir: Path, numbers: list[int]) -> Steps:
+        if len(fleet.log) == 1:
+            del fleet.names[1:]
+        return {number: (4.0 / number, 0.0) for number in numbers}
+
+    follow_until(65.0, fleet, plan, max_engines=2)
+    assert fleet.log == [(20.0, "add"), (50.0, "add")]
+
+
 def test_an_engine_that_cannot_be_started_is_tried_again_after_two_more_plans() -> None:
     assert followed(FakeFleet(1, fails=True), SATURATING, until=65, max_engines=2) == [
         (20.0, "add"),
