@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_async.config.rules import algorithm, deepspeed, placement, policy
 from skyrl_async.config.rules.devices import has_distribution
-from skyrl_async.config.schema.engine import EngineBackend
+from skyrl_async.config.schema.engine import Autoscale, EngineBackend
 from skyrl_async.config.schema.fields import Device
 from skyrl_async.config.schema.generator import AgentAnswer, GeneratorKind
 from skyrl_async.config.schema.run import Config
@@ -226,6 +226,8 @@ def run_rules(config: Config) -> Iterator[str]:
     yield from _directory_rules(config)
     if config.logging.level.upper() not in _LEVELS:
         yield f"logging.level must be one of {', '.join(_LEVELS)}, got {config.logging.level!r}"
+    if config.engine.autoscale is not Autoscale.none and not config.logging.trace:
+        yield "logging.trace must be true with engine.autoscale=plan, whose plans are made from it, got false"
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         yield "logging.wandb must be false while wandb is not installed, got true: install skyrl-async[wandb]"
 

@@ -228,6 +228,10 @@ def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
             ["engine.autoscale=plan", "placement.groups=[[policy],[generate]]", "placement.ratios=[0.5,0.5]"],
             "engine.autoscale must be none with placement.groups, which fix the number of engines, got plan",
         ),
+        (
+            ["engine.autoscale=plan", "logging.trace=false"],
+            "logging.trace must be true with engine.autoscale=plan, whose plans are made from it, got false",
+        ),
     ],
 )
 def test_bounds_that_the_engines_do_not_fit_are_refused(overrides: list[str], said: str) -> None:
