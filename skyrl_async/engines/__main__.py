@@ -43,7 +43,7 @@ def _sent(run_dir: Path, request: dict[str, Any]) -> socket.socket:
     path = run_dir / CONTROL_FILE
     try:
         place = json.loads(path.read_text())
-        host, pid, address = place["host"], int(place["pid"]), place["socket"]
+        host, pid, address = place["host"], int(place["pid"]), str(place["socket"])
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): it says where the trainer of {run_dir} listens") from error
     except OSError as error:

@@ -153,6 +153,9 @@ async def test_only_its_owner_reaches_a_run_and_one_that_is_over_or_killed_is_na
         file.write_text(damaged)
         with pytest.raises(ConfigError, match=r"is damaged .*: it says where the trainer of .* listens"):
             ask(run_dir, action="list")
+    file.write_text(json.dumps(json.loads(left) | {"socket": 7}))
+    with pytest.raises(ConfigError, match="does not answer .*: its socket 7 cannot be reached"):
+        ask(run_dir, action="list")
 
 
 def test_a_trainer_that_stands_still_does_not_hold_up_who_lists_its_engines(
