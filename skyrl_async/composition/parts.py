@@ -130,7 +130,7 @@ def placement(config: Config) -> PlacementSettings | None:
     if weight is None:
         is_waited_for = STALENESS_POLICIES[config.trainer.staleness_policy.name].holds_back
         weight = default_oldest_weight(max_staleness_steps, is_waited_for=is_waited_for)
-    if config.engine.num_engines == 1 or config.trainer.most_open_groups == config.trainer.batch_size or weight == 1:
+    if config.trainer.most_open_groups == config.trainer.batch_size or weight == 1:
         return None
     return PlacementSettings(
         oldest_weight=weight, oldest_age=config.trainer.most_open_groups - config.trainer.batch_size

@@ -352,9 +352,9 @@ def test_moves_and_an_engine_that_dies_lose_no_group(seed: int, kill_at: float, 
 
 @pytest.mark.slow
 def test_the_weight_comes_from_the_configuration() -> None:
-    assert placement(from_overrides("trainer.max_staleness_steps=4")) is None, "one engine"
     several = placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=4"))
     assert several == PlacementSettings(oldest_weight=7.5, oldest_age=4 * 8)
+    assert placement(from_overrides("trainer.max_staleness_steps=4")) == several, "one engine, and others may join it"
     assert placement(from_overrides("engine.num_engines=2", "trainer.max_staleness_steps=0")) is None
     assert placement(from_overrides("engine.num_engines=2", "engine.oldest_request_weight=1")) is None
     for policy in ("mask", "resample", "allow"):
