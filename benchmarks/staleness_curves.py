@@ -76,7 +76,7 @@ teacher, which the overrides name.
 _IF_NAMED = ("token_tis_guard", "token_tis_min_ess", "gae", "gae_unweighted", "forward_kl")
 """Not run by default, and not corrections of their own."""
 BOUNDS = (0, 1, 4, 8)
-_KEY = ("correction", "seed", "staleness", "policy", "steps")
+_KEY = ("correction", "seed", "staleness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,7 @@ class Plan:
         known = {tuple(row[key] for key in _KEY) for row in rows}
         for seed in self.seeds:
             for correction in self.corrections:
-                keys = {bound: (correction, seed, bound, self.policy, self.num_steps) for bound in self.bounds}
-                if bounds := [bound for bound, key in keys.items() if key not in known]:
+                if bounds := [bound for bound in self.bounds if (correction, seed, bound) not in known]:
                     yield correction, seed, bounds
 
     def config(self, correction: str, seed: int) -> Config:
@@ -206,20 +205,21 @@ def known_rows(path: Path | None, plan: Plan) -> list[dict[str, Any]]:
     if path is None or not path.exists():
         return []
     written = json.loads(path.read_text())
-    overrides = written["conditions"]["overrides"]
+    rows, overrides = list(written["rows"]), written["conditions"]["overrides"]
     if overrides != list(plan.overrides):
         sys.exit(f"{path} holds rows of other overrides ({' '.join(overrides) or 'none'}); name another file")
-    return list(written["rows"])
+    if any((row["steps"], row["policy"]) != (plan.num_steps, plan.policy) for row in rows):
+        sys.exit(f"{path} holds rows of other --steps or another --policy; name another file")
+    return rows
 
 
 def publish(plan: Plan, rows: Sequence[dict[str, Any]], under: dict[str, Any], options: Namespace) -> None:
     """Print, write and draw what there is."""
-    of_plan = [row for row in rows if row["steps"] == plan.num_steps and row["policy"] == plan.policy]
-    figures = {"against_no_staleness": against_no_staleness(of_plan, plan.num_eval_prompts), "conditions": under}
+    figures = {"against_no_staleness": against_no_staleness(rows, plan.num_eval_prompts), "conditions": under}
     plain = [{key: value for key, value in row.items() if key not in ("curve", "commit")} for row in rows]
     report("the default task, stale", figures, plain, options.json, written={"rows": list(rows)})
     if options.plot is not None:
-        draw_staleness_curves(of_plan, options.plot)
+        draw_staleness_curves(rows, options.plot)
 
 
 async def run_all(plan: Plan, rows: list[dict[str, Any]], under: dict[str, Any], options: Namespace) -> None:

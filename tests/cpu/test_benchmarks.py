@@ -468,15 +468,17 @@ def test_every_correction_of_the_staleness_curves_is_a_configuration_that_runs(c
     assert config.trainer.max_staleness_steps == 4 and config.trainer.seed == 3
 
 
-def test_runs_whose_rows_are_there_are_not_run_again_and_those_of_other_lengths_are(tmp_path: Path) -> None:
+def test_runs_whose_rows_are_there_are_not_run_again_and_those_of_another_job_are_refused(tmp_path: Path) -> None:
     rows = [learned("none", 0, 0, 1.0), learned("none", 4, 0, 1.0), learned("icepop", 4, 0, 1.0)]
-    shorter = learned("none", 4, 1, 1.0) | {"steps": 8}
-    assert list(PLAN.lacking([*rows, shorter])) == [("icepop", 0, [0]), ("none", 1, [0, 4]), ("icepop", 1, [0, 4])]
+    assert list(PLAN.lacking(rows)) == [("icepop", 0, [0]), ("none", 1, [0, 4]), ("icepop", 1, [0, 4])]
     path = tmp_path / "curves.json"
     path.write_text(json.dumps({"conditions": {"overrides": []}, "rows": rows}))
     assert known_rows(path, PLAN) == rows and known_rows(tmp_path / "none", PLAN) == []
     with pytest.raises(SystemExit, match="holds rows of other overrides"):
         known_rows(path, replace(PLAN, overrides=("training.lr=1e-3",)))
+    for other in ({"num_steps": 8}, {"policy": "mask"}):
+        with pytest.raises(SystemExit, match="holds rows of other --steps or another --policy; name another file"):
+            known_rows(path, replace(PLAN, **other))
 
 
 def test_what_staleness_costs_is_a_difference_per_seed_with_its_error() -> None:
