@@ -70,8 +70,8 @@ def _run(output_dir: Path, *overrides: str) -> None:
         raise SystemExit(f"{' '.join(overrides)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def _write_prompts(path: Path, *, doubled: bool) -> float:
-    """As many prompts of each length as there are of twice that. Returns the mean of their lines."""
+def _write_prompts(path: Path, *, doubled: bool) -> None:
+    """As many prompts of each length as there are of twice that."""
     by_lines: dict[int, list[str]] = {}
     for digits in all_seed_digits():
         by_lines.setdefault(len(extend(digits) or ""), []).append(digits)
@@ -92,7 +92,6 @@ def _write_prompts(path: Path, *, doubled: bool) -> float:
         for i in order
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return sum(len(extend(digits) or "") for digits in chosen) / len(chosen)
 
 
 def measure(
