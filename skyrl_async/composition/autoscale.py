@@ -18,10 +18,12 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skyrl_async.config.schema.engine import Autoscale, EngineConfig
+from skyrl_async.config.schema.run import Config
 from skyrl_async.errors import ConfigError, SkyRLAsyncError
 from skyrl_async.inference.engine_life import EngineState
 from skyrl_async.inference.fleet import Fleet
@@ -68,15 +70,14 @@ def wish(steps: Steps, num_engines: int) -> Wish:
 
 
 @contextlib.asynccontextmanager
-async def autoscaled(
-    run_dir: Path, fleet: Fleet | None, config: EngineConfig, plan: Plan | None = None
-) -> AsyncIterator[None]:
-    """Follow the rule while the block runs, if ``engine.autoscale`` says so. ``plan``: None asks ``skyrl_async.plan``."""
-    if fleet is None or config.autoscale is Autoscale.none:
+async def autoscaled(run_dir: Path, fleet: Fleet | None, config: Config) -> AsyncIterator[None]:
+    """Follow the rule while the block runs, if ``engine.autoscale`` says so."""
+    if fleet is None or config.engine.autoscale is Autoscale.none:
         yield
         return
+    plan = partial(planned, num_groups=config.trainer.max_concurrent_generation_groups(config.num_group_places))
     async with task_group() as tasks:
-        following = tasks.create_task(follow(run_dir, fleet, config, plan or planned), name="autoscale")
+        following = tasks.create_task(follow(run_dir, fleet, config.engine, plan), name="autoscale")
         try:
             yield
         finally:
@@ -160,13 +161,17 @@ async def _change(fleet: Fleet, change: int) -> None:
     await fleet.remove_engine(newest)
 
 
-async def planned(run_dir: Path, numbers: list[int]) -> Steps:
-    """Ask ``skyrl_async.plan`` in a process of little priority. Raises ``ConfigError`` where the run is too young, or cannot be planned."""
+async def planned(run_dir: Path, numbers: list[int], *, num_groups: int) -> Steps:
+    """Ask ``skyrl_async.plan`` in a process of little priority. Raises ``ConfigError`` where the run is too young, or cannot be planned.
+
+    ``num_groups``: groups in flight, which stay what they are when engines come and go.
+    """
     command = (sys.executable, "-m", "skyrl_async.plan", str(run_dir), "--engines", ",".join(map(str, numbers)))
     process = await asyncio.create_subprocess_exec(
         *command,
         "--json",
         "--processes=1",
+        f"--generation-workers={num_groups}",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

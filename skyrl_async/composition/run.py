@@ -121,7 +121,7 @@ async def started_parts(
             shared_cores=_shared_cores(config),
         )
         await stack.enter_async_context(controlled(run_dir, fleet, parts.engines))
-        await stack.enter_async_context(autoscaled(run_dir, fleet, config.engine))
+        await stack.enter_async_context(autoscaled(run_dir, fleet, config))
         yield parts
 
 

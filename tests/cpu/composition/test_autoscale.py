@@ -1,13 +1,15 @@
 """The rule that adds and removes engines: its wishes, and what it does over time with a scripted plan and fleet (stand-ins)."""
 
 import asyncio
+import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyrl_async.composition.autoscale import Plan, Steps, follow, planned, wish
+from skyrl_async.composition.autoscale import Plan, Steps, autoscaled, follow, planned, wish
 from skyrl_async.config.load import from_overrides
 from skyrl_async.config.schema.engine import Autoscale, EngineConfig
 from skyrl_async.errors import ConfigError, EngineStartError
@@ -212,7 +214,27 @@ def test_a_plan_that_raises_what_nobody_expects_is_asked_again() -> None:
 @pytest.mark.slow
 def test_a_plan_that_fails_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be the directory of a run"):
-        asyncio.run(planned(tmp_path, [1, 2]))
+        asyncio.run(planned(tmp_path, [1, 2], num_groups=8))
+
+
+def test_a_plan_has_the_groups_in_flight_of_the_run_however_many_engines_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, command = tmp_path / "asked", tmp_path / "python"
+    answer = json.dumps({"rows": [{"keys": {"engine.num_engines": 1}, "step_seconds": 2.0, "spread_seconds": 0.5}]})
+    command.write_text(f"#!/bin/sh\necho \"$*\" > {asked}\necho '{answer}'\n")
+    command.chmod(0o755)
+    os.mkfifo(asked)
+    monkeypatch.setattr("sys.executable", str(command))
+    config = from_overrides("engine.autoscale=plan", "engine.autoscale_interval_s=0.01", "engine.max_engines=2")
+
+    async def main() -> str:
+        async with autoscaled(tmp_path, FakeFleet(1), config):  # type: ignore[arg-type]
+            return await asyncio.to_thread(asked.read_text)
+
+    words = asyncio.run(main())
+    num_groups = config.trainer.max_concurrent_generation_groups(config.num_group_places)
+    assert f"--engines 1,2 --json --processes=1 --generation-workers={num_groups}" in words
 
 
 @pytest.mark.parametrize(
