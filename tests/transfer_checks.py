@@ -114,7 +114,7 @@ def mixed_tensors(seed: int = 0) -> dict[str, Tensor]:
 def published(directory: Path, tensors: dict[str, Tensor]) -> Path:
     """A file as rank 0 of the policy publishes it."""
     staging = Staging()
-    staging.copy(1, tensors.items(), serve_dtype=torch.float32)
+    staging.copy(1, tensors.items())
     return Path(staging.write(1, directory, 1 << 20).path)
 
 

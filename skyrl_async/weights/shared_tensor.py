@@ -69,23 +69,22 @@ class SharedTensor:
 
     Args:
         tensor: any; it may change afterwards.
-        dtype: the copy's.
         device: the copy's, ``cuda`` or ``cpu``.
 
     Raises ``torch.OutOfMemoryError`` (CUDA) or ``OSError`` (CPU) if there is no room.
     """
 
-    def __init__(self, tensor: Tensor, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, tensor: Tensor, *, device: torch.device) -> None:
         self._file: MemoryFile | None = None
         self._counters: list[tuple[bytes, int]] = []
         """Reference counters of handles on CUDA."""
         if device.type == "cpu" and tensor.numel():
             self._file = MemoryFile()
-            num_bytes = tensor.numel() * dtype.itemsize
+            num_bytes = tensor.nbytes
             self._file.reserve(0, num_bytes)
-            self._copy = self._file.allocate(num_bytes).view(dtype).view(tensor.shape)
+            self._copy = self._file.allocate(num_bytes).view(tensor.dtype).view(tensor.shape)
         else:
-            self._copy = torch.empty(tensor.shape, dtype=dtype, device=device)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         self._copy.copy_(tensor.detach())
 
     @property

@@ -28,7 +28,7 @@ def test_another_process_opens_the_very_values_as_often_as_they_are_shared() -> 
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for seed in range(3):
             tensors = mixed_tensors(seed)
-            shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=GPU) for name, tensor in tensors.items()}
+            shared = {name: SharedTensor(tensor, device=GPU) for name, tensor in tensors.items()}
             torch.cuda.synchronize()
             handles = {name: tensor.handle() for name, tensor in shared.items()}
             found = pool.apply(_opened_elsewhere, (handles,))
@@ -45,7 +45,7 @@ def test_memory_is_given_back_whether_or_not_anybody_opened_it() -> None:
     before = torch.cuda.memory_allocated(GPU)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for is_opened in (False, True, False):
-            shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=GPU) for name, tensor in tensors.items()}
+            shared = {name: SharedTensor(tensor, device=GPU) for name, tensor in tensors.items()}
             torch.cuda.synchronize()
             handles = {name: tensor.handle() for name, tensor in shared.items()}
             if is_opened:

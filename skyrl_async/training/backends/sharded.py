@@ -6,7 +6,7 @@ holds that number only: a resumed run follows its own configuration.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,14 +111,18 @@ class ShardedBackend(ABC):
         shapes = self._shapes if self.adapters is None else self.adapters.merged_shapes(self._shapes)
         return self._file_names.shapes(shapes)
 
-    def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter and persistent buffer as in the model's files, adapters merged, in a fixed order."""
-        parameters = chain(self._full(self._parameters), persistent_buffers(self._model))
-        return self._file_names.renamed(parameters if self.adapters is None else self.adapters.merged(parameters))
+    def iter_full_params(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full parameter in ``dtype``, and persistent buffer in its own, as in the model's files, adapters merged, in a fixed
+        order.
+        """
+        parameters = self._full(self._parameters)
+        if self.adapters is not None:
+            parameters = self.adapters.merged(parameters)
+        return self._file_names.renamed(chain(_cast(parameters, dtype), persistent_buffers(self._model)))
 
-    def iter_trained_params(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_trained_params(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Like ``iter_full_params``, for the parameters that train; adapters have peft's names (``weights.formats``)."""
-        trained = self._full(self._trained)
+        trained = _cast(self._full(self._trained), dtype)
         return trained if self.adapters is None else self.adapters.renamed(trained)
 
     @abstractmethod
@@ -151,6 +155,11 @@ class ShardedBackend(ABC):
     def close(self) -> None:
         """Leave the process group."""
         rank_process.leave()
+
+
+def _cast(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in parameters:
+        yield name, tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
 
 def lr_factor(num_completed_steps: int, settings: TrainingSettings) -> float:

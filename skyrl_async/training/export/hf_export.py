@@ -33,7 +33,7 @@ def export_hf_directory(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``parameters`` (consumed once) in ``dtype`` under ``directory``, with the other files of ``source``.
+    """Write ``parameters`` (consumed once) under ``directory``, with the other files of ``source`` and a config that says ``dtype``.
 
     Raises:
         WeightsWriteError: a file of weights cannot be written. None of them is left.
@@ -42,7 +42,7 @@ def export_hf_directory(
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
-    _write_shards(parameters, dtype=dtype, directory=directory, shard_bytes=shard_bytes)
+    _write_shards(parameters, directory=directory, shard_bytes=shard_bytes)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -52,16 +52,14 @@ def export_hf_directory(
     sync(directory)
 
 
-def _write_shards(
-    parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, directory: Path, shard_bytes: int
-) -> None:
+def _write_shards(parameters: Iterable[tuple[str, Tensor]], *, directory: Path, shard_bytes: int) -> None:
     """Write files under transformers' names, with an index if there are several."""
     for left in directory.glob(".*.safetensors.tmp"):  # by a process that was killed while it wrote
         left.unlink(missing_ok=True)
     names: dict[Path, list[str]] = {}
     num_bytes = 0
     try:
-        for shard in _shards(parameters, dtype=dtype, shard_bytes=shard_bytes):
+        for shard in _shards(parameters, shard_bytes=shard_bytes):
             path = directory / f"model-{len(names) + 1:05d}.safetensors"
             write_safetensors(shard, path, is_synced=True)
             names[path] = list(shard)
@@ -82,15 +80,12 @@ def _write_shards(
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(
-    parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into at most ``shard_bytes`` each; a larger one goes alone. Integers keep their dtype."""
+def _shards(parameters: Iterable[tuple[str, Tensor]], *, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into at most ``shard_bytes`` each; a larger one goes alone."""
     shard: dict[str, Tensor] = {}
     num_bytes = 0
     for name, parameter in parameters:
-        kept = dtype if parameter.is_floating_point() else parameter.dtype
-        tensor = parameter.to(device="cpu", dtype=kept).contiguous()
+        tensor = parameter.cpu().contiguous()
         if shard and num_bytes + tensor.nbytes > shard_bytes:
             yield shard
             shard, num_bytes = {}, 0

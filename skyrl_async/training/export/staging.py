@@ -3,8 +3,8 @@
     gathered tensors ──copying──> copies on the rank's device ──share──> handles ──> engines on that device load ──> unshare
           └──copy──> staging memory ──write, in any thread──> one safetensors file
 
-Training goes on once the copies are made. The next copy reuses the staging memory. float32 tensors are copied in the dtype that engines
-serve, all others in their own. Knows neither models nor engines.
+Training goes on once the copies are made. The next copy reuses the staging memory. Tensors keep their dtype. Knows neither
+models nor engines.
 """
 
 import json
@@ -42,7 +42,7 @@ class Staging:
         self._version: int | None = None
         self._lock = threading.Lock()
 
-    def copy(self, version: int, parameters: Iterable[tuple[str, Tensor]], *, serve_dtype: torch.dtype) -> int:
+    def copy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Copy ``parameters`` (consumed once, one after the other); returns their bytes.
 
         Raises ``TrainingError`` for a dtype that safetensors does not know.
@@ -51,13 +51,12 @@ class Staging:
             self._version = None
             copies: dict[str, Tensor] = {}
             for name, tensor in parameters:
-                dtype = published_dtype(tensor, serve_dtype)
-                if dtype not in _DTYPE_CODES:
+                if tensor.dtype not in _DTYPE_CODES:
                     raise TrainingError(
                         f"{name} cannot be published: its dtype must be one that safetensors knows, got {tensor.dtype}; "
                         "convert it where the policy is made"
                     )
-                copies[name] = _copy(tensor, dtype, self._tensors.pop(name, None))
+                copies[name] = _copy(tensor, self._tensors.pop(name, None))
             self._tensors = copies
             self._version = version
             return _num_bytes(copies)
@@ -87,8 +86,7 @@ class Staging:
 class DeviceCopies:
     """Copies of the published weights on a rank's own device, for engines that run there: they load them without a transfer over the bus.
 
-    There are two sets at most: the newest, and the one that engines may be reading. Tensors are copied in the dtype that engines serve.
-    The methods may be called from different threads.
+    There are two sets at most: the newest, and the one that engines may be reading. The methods may be called from different threads.
 
     Args:
         device: the rank's.
@@ -101,9 +99,7 @@ class DeviceCopies:
         self._shared: Copies = {}
         self._lock = threading.Lock()
 
-    def copying(
-        self, version: int, parameters: Iterable[tuple[str, Tensor]], *, serve_dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
+    def copying(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Copy each of ``parameters`` and yield it. The copies are of use once the last is yielded.
 
         If the device has no room for all, logs a warning and keeps none: engines then load the published file.
@@ -115,7 +111,7 @@ class DeviceCopies:
         try:
             for name, tensor in parameters:
                 if has_room:
-                    has_room = self._copy(version, name, tensor, published_dtype(tensor, serve_dtype), copies)
+                    has_room = self._copy(version, name, tensor, copies)
                 yield name, tensor
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -126,10 +122,10 @@ class DeviceCopies:
             with self._lock:
                 self._newest, self._newest_version = copies, version
 
-    def _copy(self, version: int, name: str, tensor: Tensor, dtype: torch.dtype, copies: Copies) -> bool:
+    def _copy(self, version: int, name: str, tensor: Tensor, copies: Copies) -> bool:
         """Add a copy to ``copies``; if there is no room, close them all and return False."""
         try:
-            copies[name] = SharedTensor(tensor, dtype=dtype, device=self._device)
+            copies[name] = SharedTensor(tensor, device=self._device)
         except (torch.OutOfMemoryError, OSError) as error:
             logger.warning(
                 "version %d is not shared on the device: after %d MiB of copies there was no room for another %d MiB (%s); engines load it "
@@ -180,15 +176,10 @@ def _close(copies: Copies) -> None:
         copies.popitem()[1].close()
 
 
-def published_dtype(tensor: Tensor, serve_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor is published: ``serve_dtype`` for float32, its own otherwise."""
-    return serve_dtype if tensor.dtype == torch.float32 else tensor.dtype
-
-
-def _copy(tensor: Tensor, dtype: torch.dtype, before: Tensor | None) -> Tensor:
+def _copy(tensor: Tensor, before: Tensor | None) -> Tensor:
     """Copy into the memory of ``before`` if that fits, into new memory otherwise."""
-    if before is None or before.shape != tensor.shape or before.dtype != dtype:
-        before = torch.empty(tensor.shape, dtype=dtype)
+    if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+        before = torch.empty(tensor.shape, dtype=tensor.dtype)
     return before.copy_(tensor)
 
 

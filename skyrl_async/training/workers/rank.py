@@ -266,12 +266,12 @@ class PolicyRank:
         a copy on its own.
         """
         has_all = self._settings.published_adapter is None
-        published = self._backend.iter_full_params() if has_all else self._backend.iter_trained_params()
-        serve_dtype = self._settings.torch_serve_dtype
+        iterate = self._backend.iter_full_params if has_all else self._backend.iter_trained_params
+        published = iterate(self._settings.torch_serve_dtype)
         with _gathering(published) as gathered:
-            copying = self._copies.copying(version, gathered, serve_dtype=serve_dtype)
+            copying = self._copies.copying(version, gathered)
             with _gathering(copying if self._settings.shares_weights else gathered) as parameters:
-                return self._staging.copy(version, parameters, serve_dtype=serve_dtype) if self._rank == 0 else 0
+                return self._staging.copy(version, parameters) if self._rank == 0 else 0
 
     def share_weights(self, version: int) -> SharedWeights:
         """Handles of the device copies gathered as ``version``; empty if there are none. Not collective."""
@@ -292,11 +292,11 @@ class PolicyRank:
         """Write a Hugging Face directory (rank 0; the others only gather). If adapters train, it has a directory ``adapter``."""
         adapter, base = self._settings.adapter, self._settings.policy_path
         trained = iter(()) if adapter is None else self._backend.iter_trained_params()
+        dtype = self._settings.torch_serve_dtype
         # On leaving, every rank gathers what is left of ``parameters`` first, then of ``adapters``.
-        with _gathering(trained) as adapters, _gathering(self._backend.iter_full_params()) as parameters:
+        with _gathering(trained) as adapters, _gathering(self._backend.iter_full_params(dtype)) as parameters:
             if self._rank != 0:
                 return
-            dtype = self._settings.torch_serve_dtype
             export_hf_directory(parameters, source=Path(base), directory=directory, dtype=dtype)
             if adapter is not None:
                 export_peft_directory(adapters, adapter, base=base, directory=directory / "adapter")

@@ -396,7 +396,7 @@ async def test_weights_are_loaded_where_the_trainer_shares_them_and_from_the_fil
 ) -> None:
     """In host memory; the file holds the weights of before, so it is seen which were taken."""
     copies = {
-        name: SharedTensor(tensor, dtype=tensor.dtype, device=torch.device("cpu"))
+        name: SharedTensor(tensor, device=torch.device("cpu"))
         for name, tensor in load_file(policy_dir(1, False) / "model.safetensors").items()
     }
     handles = {name: copy.handle() for name, copy in copies.items()}

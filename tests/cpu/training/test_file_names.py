@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -63,6 +65,12 @@ def qwen3_5() -> PreTrainedModel:
     return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
 
 
+def glm4_moe() -> PreTrainedModel:
+    """Its routers' correction biases are buffers."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES, **experts, head_dim=16, first_k_dense_replace=0))
+
+
 def written(directory: Path, make: Callable[[], PreTrainedModel]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     make().save_pretrained(directory)
@@ -86,6 +94,32 @@ def test_what_is_published_saved_and_exported_has_the_names_and_values_of_the_po
         check_checkpoint_is_of(tmp_path / "checkpoint", tmp_path / "policy")
         await policy.close()
 
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_biases_that_choose_experts_are_not_rounded_to_the_dtype_that_is_served(tmp_path: Path) -> None:
+    """Scores differ by less than 1, and bfloat16 has steps of 0.06 near 10."""
+    torch.manual_seed(0)
+    model = glm4_moe()
+    biases = {name: bias for name, bias in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.copy_(10 + torch.rand_like(bias))
+    model.save_pretrained(tmp_path / "policy")
+    files = load_file(tmp_path / "policy" / "model.safetensors")
+    settings = TrainingSettings(policy_path=str(tmp_path / "policy"), serve_dtype="bfloat16", use_sample_packing=False)
+
+    async def main() -> None:
+        policy = InProcessPolicy(settings)
+        update = await export_weights(policy, 1, tmp_path / "published", 1 << 20)
+        await policy.export_hf(tmp_path / "exported")
+        await policy.close()
+        for found in (load_file(update.path), load_file(tmp_path / "exported" / "model.safetensors")):
+            names = [name for name in found if name.endswith("e_score_correction_bias")]
+            assert len(names) == len(biases) and all(torch.equal(found[name], files[name]) for name in names)
+            assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+    assert biases
     asyncio.run(main())
 
 

@@ -48,7 +48,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         staging = Staging()
-        num_bytes = staging.copy(3, weights.items(), serve_dtype=torch.float32)
+        num_bytes = staging.copy(3, weights.items())
         update = staging.write(3, Path(directory), send_bytes)
         path = Path(update.path)
         assert update.num_bytes == num_bytes == sum(tensor.nbytes for tensor in weights.values())
@@ -70,7 +70,7 @@ def test_mixed_dtypes_arrive_as_they_were_whatever_the_buckets(
 def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = (torch.arange(12).view(3, 4) * 2).to(dtype)
     staging = Staging()
-    staging.copy(1, [("w", tensor)], serve_dtype=torch.bfloat16)
+    staging.copy(1, [("w", tensor)])
     update = staging.write(1, tmp_path, 7)
     path = update.path
     assert update.manifest == read_manifest(str(tmp_path))
@@ -81,30 +81,16 @@ def test_every_dtype_of_safetensors_arrives_as_it_was(dtype: torch.dtype, tmp_pa
 
 def test_a_dtype_that_cannot_be_sent_is_refused_when_it_is_copied() -> None:
     with pytest.raises(TrainingError, match=r"rope.freqs cannot be published: .* got torch.complex64"):
-        Staging().copy(1, [("rope.freqs", torch.zeros(2, dtype=torch.complex64))], serve_dtype=torch.bfloat16)
-
-
-def test_float32_takes_the_dtype_that_is_served_and_everything_else_keeps_its_own(tmp_path: Path) -> None:
-    weights = {"f": torch.rand(5), "b": torch.rand(3).bfloat16(), "n": torch.arange(4), "d": torch.rand(2).double()}
-    staging = Staging()
-    staging.copy(0, weights.items(), serve_dtype=torch.bfloat16)
-    found = load_file(staging.write(0, tmp_path, 7).path)
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
-        "f": torch.bfloat16,
-        "b": torch.bfloat16,
-        "n": torch.int64,
-        "d": torch.float64,
-    }
-    assert torch.equal(found["f"], weights["f"].bfloat16()) and torch.equal(found["n"], weights["n"])
+        Staging().copy(1, [("rope.freqs", torch.zeros(2, dtype=torch.complex64))])
 
 
 def test_a_copy_does_not_change_with_its_source_and_the_next_copy_reuses_its_memory(tmp_path: Path) -> None:
     weight, staging = torch.zeros(1000), Staging()
-    staging.copy(1, [("w", weight)], serve_dtype=torch.float32)
+    staging.copy(1, [("w", weight)])
     weight += 1.0  # as an optimizer step does, in place
     first = load_file(staging.write(1, tmp_path, 100).path)
     memory = staging._tensors["w"].data_ptr()
-    staging.copy(2, [("w", weight)], serve_dtype=torch.float32)
+    staging.copy(2, [("w", weight)])
     second = load_file(staging.write(2, tmp_path, 100).path)
     assert first["w"].sum() == 0.0 and second["w"].sum() == 1000.0
     assert staging._tensors["w"].data_ptr() == memory
@@ -128,9 +114,9 @@ def small_files() -> Iterator[None]:
 
 def test_where_there_is_no_room_nothing_is_left_and_it_may_be_tried_again(tmp_path: Path, small_files: None) -> None:
     staging = Staging()
-    staging.copy(7, [("w", torch.zeros(200_000))], serve_dtype=torch.float32)
+    staging.copy(7, [("w", torch.zeros(200_000))])
     with pytest.raises(WeightsWriteError, match=r"cannot write 800000 bytes of weights to .*v000007.*make room there"):
         staging.write(7, tmp_path, 100_000)
     assert list(tmp_path.iterdir()) == []
-    staging.copy(8, [("w", torch.zeros(100_000))], serve_dtype=torch.float32)
+    staging.copy(8, [("w", torch.zeros(100_000))])
     assert staging.write(8, tmp_path, 100_000).num_bytes == 400_000

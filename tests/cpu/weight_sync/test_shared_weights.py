@@ -55,7 +55,7 @@ def copies() -> Iterator[DeviceCopies]:
 
 def copied(copies: DeviceCopies, version: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is handed on."""
-    return dict(copies.copying(version, tensors.items(), serve_dtype=torch.float32))
+    return dict(copies.copying(version, tensors.items()))
 
 
 def read(shared: SharedWeights) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.slow
 def test_another_process_opens_the_very_values_in_the_dtypes_they_had() -> None:
     tensors = mixed_tensors()
-    shared = {name: SharedTensor(tensor, dtype=tensor.dtype, device=CPU) for name, tensor in tensors.items()}
+    shared = {name: SharedTensor(tensor, device=CPU) for name, tensor in tensors.items()}
     handles = {name: tensor.handle() for name, tensor in shared.items()}
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert_same(pool.apply(_opened_elsewhere, (handles,)), tensors)
@@ -79,12 +79,12 @@ def test_another_process_opens_the_very_values_in_the_dtypes_they_had() -> None:
         tensor.close()
 
 
-def test_a_copy_takes_the_dtype_that_is_served_and_stays_when_the_tensor_changes(copies: DeviceCopies) -> None:
+def test_a_copy_stays_when_the_tensor_changes(copies: DeviceCopies) -> None:
     weight, mask = torch.full((3, 2), 1 / 3), torch.tensor([True, False])
-    for _ in copies.copying(1, [("weight", weight), ("mask", mask)], serve_dtype=torch.bfloat16):
+    for _ in copies.copying(1, [("weight", weight), ("mask", mask)]):
         pass
     weight.zero_()
-    assert_same(read(copies.share(1)), {"weight": torch.full((3, 2), 1 / 3).bfloat16(), "mask": mask})
+    assert_same(read(copies.share(1)), {"weight": torch.full((3, 2), 1 / 3), "mask": mask})
 
 
 def test_what_is_shared_stays_until_it_is_unshared_whatever_is_gathered_meanwhile(copies: DeviceCopies) -> None:
@@ -145,7 +145,7 @@ def test_a_handle_on_cuda_has_neither_a_counter_nor_an_event_and_the_owner_count
 
     monkeypatch.setattr(shared_tensor, "reduce_tensor", reduced)
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *of: released.append(of))
-    copy = SharedTensor(torch.ones(3), dtype=torch.float32, device=CPU)
+    copy = SharedTensor(torch.ones(3), device=CPU)
     handles = [copy._ipc_handle() for _ in range(2)]
     for handle in handles:
         arguments = dict(zip(parameters, pickle.loads(base64.b64decode(handle)), strict=True))
@@ -160,7 +160,7 @@ def test_a_handle_on_cuda_has_neither_a_counter_nor_an_event_and_the_owner_count
 
 
 def test_a_gathering_that_breaks_off_leaves_nothing_to_share(copies: DeviceCopies) -> None:
-    parameters = copies.copying(1, mixed_tensors().items(), serve_dtype=torch.float32)
+    parameters = copies.copying(1, mixed_tensors().items())
     next(parameters)
     parameters.close()
     assert copies.share(1) == {}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from skyrl_async.errors import EngineDeadError, PublishError
@@ -28,7 +27,7 @@ class Growing(ModelledPolicy):
 
     async def gather_weights(self, version: int) -> int:
         grown = ((name, weight + version) for name, weight in self._weights.items())
-        return self._staging.copy(version, grown, serve_dtype=torch.float32)
+        return self._staging.copy(version, grown)
 
     async def send_weights(self, version: int, directory: Path, bucket_bytes: int) -> WeightUpdate:
         return self._staging.write(version, directory, bucket_bytes)
