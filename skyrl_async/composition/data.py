@@ -6,6 +6,7 @@ Knows neither engines nor training.
 import asyncio
 import functools
 import math
+import os
 import sys
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.config.rules.algorithm import needs_critic
+from skyrl_async.config.schema.engine import EngineBackend
 from skyrl_async.config.schema.fields import from_section
 from skyrl_async.config.schema.run import Config
 from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_TASK, REASONING_GYM_TASK
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 ProgressFn = Callable[[str], None]
 """Takes one line about the current phase."""
+_DECLARED_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary embeddings whose factor vLLM takes for part of the declared positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +260,24 @@ def check_positions(config: Config, policy_dir: Path) -> None:
         raise ConfigError(
             f"engine.max_model_len must be at most {limit} for {policy_dir}, whose {kind} rotary embeddings have other frequencies beyond "
             f"that, got {context}{' (null: that of the model)' if config.engine.max_model_len is None else ''}"
+        )
+
+
+def check_context(config: Config, policy_dir: Path) -> None:
+    """Raise ``ConfigError`` if vLLM would refuse the context because the model declares fewer positions, as far as its files say."""
+    engine, text = config.engine, text_config(read_config(str(policy_dir)))
+    context, positions = engine.max_model_len, text.get("model_max_length") or text.get("max_position_embeddings")
+    is_allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
+    if engine.backend is not EngineBackend.vllm or "hf_overrides" in engine.extra_args or is_allowed:
+        return
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    of_layers = [rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))]
+    is_scaled = [of for of in of_layers if (of.get("rope_type") or of.get("type")) not in _DECLARED_SCALED]
+    factor = max((of.get("factor") or 1.0 for of in is_scaled), default=1.0)
+    if context is not None and positions is not None and context > positions * factor:
+        raise ConfigError(
+            f"engine.max_model_len must be at most {int(positions * factor)}, the positions that {policy_dir}/config.json declares, got "
+            f"{context}: vLLM refuses more; if the model can do it, declare that there (max_position_embeddings, rope_parameters)"
         )
 
 

@@ -20,6 +20,7 @@ from skyrl_async.composition.data import (
     ProgressFn,
     Prompts,
     check_checkpoint_is_of,
+    check_context,
     check_critic_warmup,
     check_overlong_penalty,
     check_positions,
@@ -150,6 +151,7 @@ def _planned(config: Config, checkpoint: Path | None, say: ProgressFn) -> _Plan:
         check_harness(generator, Path(config.cache_dir), say)
     files = PolicyFiles(config, prompts, say)
     initial = files.initial()
+    check_context(config, initial)
     check_positions(config, initial)
     check_overlong_penalty(config, initial)
     check_logprobs(config, initial)

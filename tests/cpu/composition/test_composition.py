@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from skyrl_async.composition.data import (
     PolicyFiles,
     Prompts,
+    check_context,
     check_critic_warmup,
     check_overlong_penalty,
     check_positions,
@@ -86,6 +87,46 @@ def test_a_context_in_which_rows_would_change_each_others_positions_is_refused(
         refused = pytest.raises(ConfigError, match=f"max_model_len must be at most {most} .* got {length}")
         with refused if is_refused else contextlib.nullcontext():
             check_positions(config_of(f"engine.max_model_len={length}"), tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("declared", "overrides", "most"),
+    [
+        ({"max_position_embeddings": 4096}, (), 4096),
+        ({"text_config": {"max_position_embeddings": 4096}}, (), 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": YARN}, (), 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, (), 8192),
+        (
+            {"max_position_embeddings": 4096, "rope_parameters": {"full": {"rope_type": "linear", "factor": 2}}},
+            (),
+            8192,
+        ),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "linear", "factor": None}}, (), 4096),
+        ({"max_position_embeddings": 4096, "model_max_length": 8192}, (), 8192),
+        ({"n_layer": 2}, (), None),
+        ({"max_position_embeddings": 4096}, ("engine.backend=deterministic",), None),
+        ({"max_position_embeddings": 4096}, ("engine.extra_args.hf_overrides.max_position_embeddings=9999",), None),
+    ],
+)
+def test_a_context_that_vllm_would_refuse_is_refused_before_anything_boots(
+    tmp_path: Path, declared: dict[str, object], overrides: tuple[str, ...], most: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    for length in (4096, 4097, 8192, 8193):
+        is_refused = most is not None and length > most
+        refused = pytest.raises(ConfigError, match=f"max_model_len must be at most {most}, .* got {length}: vLLM")
+        with refused if is_refused else contextlib.nullcontext():
+            check_context(config_of(f"engine.max_model_len={length}", *overrides), tmp_path)
+    check_context(config_of("engine.max_model_len=null", *overrides), tmp_path)
+
+
+def test_a_context_that_vllm_is_told_to_accept_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_context(config_of("engine.max_model_len=4097"), tmp_path)
 
 
 @pytest.mark.parametrize(("max_tokens", "is_refused"), [(4195, False), (4196, True)])
