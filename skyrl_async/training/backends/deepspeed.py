@@ -142,6 +142,9 @@ class DeepSpeedBackend(ShardedBackend):
         return gathered
 
     def _load(self, directory: Path) -> None:
+        if self._has_gradients:
+            with contextlib.suppress(TrainingError):  # they are not finite, and dropped too
+                self.step(1.0, 0.0)
         state = self._state()
         num_steps = read_state(directory, state)
         zero, optimizer_state = self._zero, state["optimizer"]["state"]
@@ -153,7 +156,6 @@ class DeepSpeedBackend(ShardedBackend):
         for name, buffer in persistent_buffers(self._model):
             buffer.copy_(state["model"][name])
         self._continue_after(num_steps)
-        self._has_gradients = False
 
     def _state(self) -> dict[str, Any]:
         """Tensors are sharded along their first dimension: each rank writes a copy of its shard, made on the device of the parameters."""
