@@ -241,10 +241,11 @@ def _with_columns(group: Group, made: _Columns, has_returns: bool) -> Group:
 def make_advantage_estimator(name: str, constants: AdvantageConstants | None = None) -> AdvantageEstimator:
     """Return the estimator called ``name``, or at the path ``name``. Raises ``ConfigError`` with the known names.
 
-    ``grpo`` without ``norm_by_std`` is ``dr_grpo``.
+    Our ``grpo`` without ``norm_by_std`` is ``dr_grpo``.
     """
     constants = constants or AdvantageConstants()
-    entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if name == "grpo" and not constants.norm_by_std else name)
+    is_centred_alone = name == "grpo" and ADVANTAGE_ESTIMATORS.is_builtin(name) and not constants.norm_by_std
+    entry = ADVANTAGE_ESTIMATORS.entry("dr_grpo" if is_centred_alone else name)
     return AdvantageEstimator(
         compute=ADVANTAGE_ESTIMATORS.load(entry),
         unit=entry.unit,

@@ -37,6 +37,15 @@ class TestEstimators:
         plain = make_advantage_estimator(f"{HERE}:unregistered_advantages").compute
         assert plain is own_algorithms.unregistered_advantages
 
+    def test_one_that_takes_the_name_grpo_is_called_without_norm_by_std_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "entries", dict(ADVANTAGE_ESTIMATORS.entries))
+        monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_builtin", ADVANTAGE_ESTIMATORS._builtin)
+        register_advantage_estimator("grpo")(own_algorithms.median_advantages)
+        made = make_advantage_estimator("grpo", AdvantageConstants(norm_by_std=False))
+        assert made.compute is own_algorithms.median_advantages
+
     def test_what_was_said_at_its_registration_holds_by_its_path_too(self) -> None:
         for name in ("own_mini_batch", f"{HERE}:mini_batch_advantages"):
             with pytest.raises(ConfigError, match="trainer.stream_mini_batch must be false or null with"):
