@@ -1,8 +1,8 @@
 """The policy as directories that vLLM, transformers and peft load: all weights under Hugging Face names, or adapters alone.
 
 Weights are written one safetensors file at a time, so that only one file's tensors are in memory. Each file is complete once its name
-exists, and synced to disk. Everything but the weights is copied from the policy's directory: tokenizer, chat template and generation
-settings stay what the policy was trained with.
+exists, and synced to disk. All other files are copied from the policy's directory, not its folders but that of named chat templates:
+tokenizer, templates and generation settings stay what the policy was trained with.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from skyrl_async.errors import WeightsWriteError
 from skyrl_async.training.export.staging import write_safetensors
@@ -42,14 +43,15 @@ def export_hf_directory(
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
+        elif path.name == CHAT_TEMPLATE_DIR:
+            shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
     _write_shards(parameters, directory=directory, shard_bytes=shard_bytes)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for path in directory.iterdir():
+    for path in (*directory.rglob("*"), directory):
         sync(path)
-    sync(directory)
 
 
 def _write_shards(parameters: Iterable[tuple[str, Tensor]], *, directory: Path, shard_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""An export to a disk that is full."""
+"""Exports: their other files, and one to a disk that is full."""
 
 import resource
 from collections.abc import Iterator
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from skyrl_async.errors import WeightsWriteError
 from skyrl_async.training.export.hf_export import export_hf_directory
+from tests.cpu.tiny_policies import write_tokenizer
 
 
 @pytest.fixture
@@ -36,3 +38,15 @@ def test_a_file_for_which_there_is_no_room_takes_the_others_with_it(tmp_path: Pa
             shard_bytes=400_000,
         )
     assert list(exported.iterdir()) == []
+
+
+def test_an_export_has_every_chat_template_of_the_policy(tmp_path: Path) -> None:
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    write_tokenizer(source)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(source)
+    (source / "config.json").write_text("{}")
+    for _ in range(2):
+        export_hf_directory([("p", torch.zeros(1))], source=source, directory=exported, dtype=torch.float32)
+    assert PreTrainedTokenizerFast.from_pretrained(exported).chat_template == tokenizer.chat_template
