@@ -380,6 +380,7 @@ class RecoveringPolicy(RestartedWorkers[TrainedWorkers]):
         except (TrainingError, CheckpointError, OSError) as error:
             self._missing_state = f"no checkpoint was written since {directory} could not be"
             self._journal.clear()
+            self._delete_own()  # its parts, and the one before, would take the room of the run's next checkpoint
             logger.warning(
                 "%d MB of calls since the last checkpoint are forgotten, because %s cannot be written (%s): until there is a "
                 "checkpoint, %s that die end the run; make room, or write checkpoints more often",

@@ -7,6 +7,7 @@ then torch in this process. Real processes are killed in ``test_policy_workers``
 import asyncio
 import json
 import logging
+import os
 import pickle
 import shutil
 import tempfile
@@ -486,6 +487,8 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def save(directory: Path) -> None:
+        os.makedirs(directory)
+        (directory / "weights").write_text("a part")
         raise CheckpointError("rank 0: OSError: [Errno 28] No space left on device")  # as ranks say it
 
     async def trained() -> tuple[RecoveringPolicy, ModelledWorkers]:
@@ -494,6 +497,8 @@ async def test_a_full_disk_costs_the_restarts_until_the_next_checkpoint_and_says
             await policy.forward_backward(one_row(1), [1.0], 0)
             await policy.step(1)
         assert len(policy._journal) == 0
+        await policy._own.deleted()
+        assert list(policy._own.root.iterdir()) == []
         assert isinstance(policy._workers, ModelledWorkers)
         return policy, policy._workers
 
