@@ -70,16 +70,17 @@ def _write_shards(parameters: Iterable[tuple[str, Tensor]], *, directory: Path, 
         for path in names:
             path.unlink(missing_ok=True)
         raise
-    if len(names) == 1:
-        os.replace(next(iter(names)), directory / "model.safetensors")
-        return
     weight_map: dict[str, str] = {}
     for path, in_file in names.items():
-        file_name = f"{path.stem}-of-{len(names):05d}.safetensors"
+        file_name = "model.safetensors" if len(names) == 1 else f"{path.stem}-of-{len(names):05d}.safetensors"
         os.replace(path, directory / file_name)
         weight_map |= dict.fromkeys(in_file, file_name)
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for left in directory.glob("model*.safetensors*"):  # of an earlier export, in another number of files
+        if left.name not in weight_map.values():
+            left.unlink()
+    if len(names) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _shards(parameters: Iterable[tuple[str, Tensor]], *, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
