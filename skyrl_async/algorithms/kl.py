@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_async.algorithms.losses import MAX_LOG_RATIO
@@ -137,19 +139,21 @@ class KlPenalty:
 
         Raises ``TrainingError`` without ``ref_logprobs``.
         """
-        divergences = [value for row in sample.rows for value in self._divergences(row)]
-        if divergences:
-            self._of_step.append(math.fsum(divergences) / len(divergences))
-        return sample.shaped_reward - self.controller.coefficient * math.fsum(divergences)
+        divergences = [self._divergences(row) for row in sample.rows]
+        total, num_tokens = math.fsum(float(of_row.sum()) for of_row in divergences), sum(map(len, divergences))
+        if num_tokens:
+            self._of_step.append(total / num_tokens)
+        return sample.shaped_reward - self.controller.coefficient * total
 
-    def _divergences(self, row: Trajectory) -> list[float]:
+    def _divergences(self, row: Trajectory) -> NDArray[np.float64]:
+        """(n,) of the sampled tokens, nats."""
         if row.ref_logprobs is None:
             raise TrainingError(
                 "trainer.algorithm.use_kl_in_reward needs trajectories with ref_logprobs; some have none"
             )
         of_both = (row.logprobs, row.ref_logprobs)
         sampled, reference = (torch.tensor(of[row.loss_mask], dtype=torch.float64) for of in of_both)
-        return self._estimator(sampled, reference).tolist()
+        return self._estimator(sampled, reference).numpy()
 
     def end_step(self) -> dict[str, float]:
         """End the step of the samples since the last call; returns ``reward_kl``, and the ``reward_kl_coef`` of that step.

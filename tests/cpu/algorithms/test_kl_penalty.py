@@ -1,6 +1,7 @@
 """Divergence in the reward: closed forms, the true gradient of a policy that is enumerated, and a coefficient that survives a resume."""
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,16 @@ class TestPenalty:
         assert one.end_step()["reward_kl"] == 1.0
         one.penalised(Sample(rows=(row((-1.0,), (-1.0,)),)))
         assert one.end_step()["reward_kl"] == 0.0
+
+    def test_a_long_answer_costs_no_python_object_per_token(self) -> None:
+        """Making them would hold the event loop."""
+        num_tokens = 100_000
+        sample = Sample(rows=(row((-1.0,) * num_tokens, (-2.0,) * num_tokens),))
+        tracemalloc.start()
+        assert penalty().penalised(sample) == -0.5 * num_tokens
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 16 * num_tokens
 
     def test_rows_without_reference_log_probs_are_refused(self) -> None:
         with pytest.raises(
