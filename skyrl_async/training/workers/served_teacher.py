@@ -29,7 +29,7 @@ _NUM_PROBE_TOKENS = 16
 _UNDECODABLE = "\ufffd"
 """In the text of a token that is a part of a character."""
 _OTHER_ANSWERS = (json.JSONDecodeError, LookupError, TypeError)
-"""Raised by answers of a server of another kind."""
+"""Raised by answers of a server of another kind, such as a proxy while the teacher is gone."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -156,7 +156,7 @@ class ServedTeacher:
             try:
                 async with self._requests:
                     return await self._scored(token_ids)
-            except (httpx.HTTPError, _NoScoresError) as error:
+            except (httpx.HTTPError, _NoScoresError, *_OTHER_ANSWERS) as error:
                 if not num_failures:
                     deadline = clock() + self._timeout_s
                 if clock() >= deadline:

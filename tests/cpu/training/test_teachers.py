@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -154,11 +155,19 @@ def test_the_time_of_a_server_that_is_gone_begins_at_the_first_failure() -> None
     assert run_in_virtual_time(scored()) == [{}, {}, {}]
 
 
-def test_a_server_that_is_gone_for_good_is_asked_until_its_time_is_over() -> None:
-    """In virtual time; pauses between requests are of 10 s at most."""
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"status_code": 503},
+        {"status_code": 200, "html": "<html>"},
+        {"status_code": 200, "json": {"error": "no backend"}},
+    ],
+)
+def test_a_server_that_is_gone_for_good_is_asked_until_its_time_is_over(answer: dict[str, Any]) -> None:
+    """Also behind a proxy that says so in its own way. In virtual time; pauses between requests are of 10 s at most."""
 
     async def gone(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(503)
+        return httpx.Response(**answer)
 
     async def main() -> float:
         with pytest.raises(InferenceError, match="teacher math at http://teacher/v1 has not answered for 60 s"):
