@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Self
 
 from skyrl_async.errors import SkyRLAsyncError
+from skyrl_async.runtime.tasks import is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,7 @@ class ShutdownRequest:
 
     def remember(self, error: Exception) -> None:
         """Note a failure of the run. Ignored after another failure, in a shutdown, and in a cancelled task."""
-        task = asyncio.current_task()
-        is_cancelled = task is not None and task.cancelling() > 0
-        if self.failure is None and not self.is_requested and not is_cancelled:
+        if self.failure is None and not self.is_requested and not is_being_cancelled():
             self.failure = error
 
     def fail(self, error: SkyRLAsyncError) -> None:

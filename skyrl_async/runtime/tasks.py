@@ -32,6 +32,12 @@ async def run_together(coroutines: Mapping[str, Coroutine[Any, Any, T]]) -> tupl
     return tuple(task.result() for task in tasks)
 
 
+def is_being_cancelled() -> bool:
+    """Whether somebody has cancelled the running task. If not, a ``CancelledError`` in it is that of another task it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def first_failure(failures: BaseException) -> BaseException:
     """What a group failed of: its first exception that is no group and was not raised while its task was being cancelled.
 

@@ -19,7 +19,7 @@ from skyrl_async.inference.client import InferenceEngineClient
 from skyrl_async.inference.protocol import InferenceEngine
 from skyrl_async.metrics.trace import Trace
 from skyrl_async.runtime.shutdown import GRACE_S
-from skyrl_async.runtime.tasks import run_together
+from skyrl_async.runtime.tasks import is_being_cancelled, run_together
 from skyrl_async.types import PauseMode, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class EngineWeightUpdater:
 
     async def resume(self, engines: Engines) -> None:
         """Resume all engines, a second time if a cancellation interrupts the first: others than this run may use them."""
-        was_cancelled = _is_being_cancelled()
+        was_cancelled = is_being_cancelled()
         try:
             await self._on_each("resume", lambda engine: engine.resume(), engines)
         except asyncio.CancelledError:
@@ -209,7 +209,7 @@ class EngineWeightUpdater:
     async def _on_each(self, what: str, call: EngineCall, engines: Engines) -> dict[str, Any]:
         """Call all engines at once; dead ones are removed from ``engines``. While being cancelled, wait no longer than a grace period."""
         answers: dict[str, Any] = {}
-        timeout_s = GRACE_S if _is_being_cancelled() else None
+        timeout_s = GRACE_S if is_being_cancelled() else None
 
         async def one(engine: InferenceEngine) -> None:
             try:
@@ -238,11 +238,6 @@ async def _answer(engine: InferenceEngine, what: str, call: EngineCall, timeout_
         if not deadline.expired():
             raise
         raise EngineDeadError(f"{engine.name} kept the end of a publish waiting: no answer to '{what}'") from error
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def what_serves(version: int | None) -> str:

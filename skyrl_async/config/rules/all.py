@@ -126,10 +126,9 @@ def length_rules(config: Config) -> Iterator[str]:
 
 def stop_rules(config: Config) -> Iterator[str]:
     """Stop strings are not empty: vLLM and the endpoint refuse such ones."""
-    for section in ("generator", "evaluation"):
-        stop = getattr(config, section).sampling.stop
-        if "" in stop:
-            yield f"{section}.sampling.stop must hold strings that are not empty, got {stop}"
+    for section, sampling in (("generator", config.generator.sampling), ("evaluation", config.evaluation.sampling)):
+        if "" in sampling.stop:
+            yield f"{section}.sampling.stop must hold strings that are not empty, got {sampling.stop}"
 
 
 def path_rules(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from skyrl_async.errors import InferenceError
-from skyrl_async.runtime.tasks import Changes
+from skyrl_async.runtime.tasks import Changes, is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class SharedRequest:
         try:
             await asyncio.shield(self._task)
         except asyncio.CancelledError:
-            waiting = asyncio.current_task()
-            if waiting is not None and waiting.cancelling():
+            if is_being_cancelled():
                 raise
             raise self._cancelled_for or InferenceError("the work on this request was cancelled from inside") from None
         return self._events

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_async.errors import GenerationError, InvalidResultError
+from skyrl_async.runtime.tasks import is_being_cancelled
 from skyrl_async.types import Message, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class FunctionHarness:
         except SystemExit as error:  # a program turned into a function; it must not end the trainer
             raise GenerationError(f"{_name(self._function)} exited with status {error.code}") from error
         except asyncio.CancelledError as error:  # of a task of its own, say; passed on, it would end the whole group
-            if call.cancelling():
+            if is_being_cancelled():
                 raise
             raise GenerationError(f"{_name(self._function)} was cancelled from inside, not by the trainer") from error
         if isinstance(result, AgentResult):

@@ -26,6 +26,7 @@ from skyrl_async.generators.gym.environment import (
     finite_reward,
     turn_reward,
 )
+from skyrl_async.runtime.tasks import is_being_cancelled
 from skyrl_async.types import Message, Prompt
 
 
@@ -128,8 +129,7 @@ class FunctionReward:
         try:
             found = await self._call(prompt, episode)
         except asyncio.CancelledError as error:  # of a task of its own, say
-            judging = asyncio.current_task()
-            if judging is not None and judging.cancelling():
+            if is_being_cancelled():
                 raise
             raise GenerationError(
                 f"generator.reward was cancelled from inside, not by the trainer, for prompt {prompt.uid!r}"
