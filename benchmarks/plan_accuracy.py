@@ -5,9 +5,10 @@ A row is a run of real engines, real trainer and real Ray: ``what`` differs from
 which all is generated. All runs have the same policy, which is trained first and then no more (a rate of 1e-12), so that lengths do not
 drift, and write no checkpoint. Of the prompts, those with twice the lengths have exactly twice the worked lines.
 
-The speed of a shared machine drifts by tens of percent within minutes. So each row is calibrated right before it runs and right after,
-and has the means of both forecasts; ``calibration_drift`` is how much slower the second calibration was, and ``the same again`` shows
-what is left of it.
+The speed of a shared machine drifts by tens of percent within minutes. So each case is calibrated right before it runs and right after,
+and has the means of both forecasts; ``calibration_drift`` is how much slower the second calibration was. All cases are run in several
+rounds, one after the other, of which a row has the means; ``round_errors`` are those of the single rounds, and ``the same again`` shows
+what is left of the drift.
 """
 
 import json
@@ -95,9 +96,9 @@ def _write_prompts(path: Path, *, doubled: bool) -> None:
 
 
 def measure(
-    work: Path, num_steps: int, cases: Sequence[Case], *, seed: int, training_steps: int
+    work: Path, num_steps: int, cases: Sequence[Case], *, num_rounds: int, seed: int, training_steps: int
 ) -> list[dict[str, Any]]:
-    """One row per case, of a policy that was trained for ``training_steps``."""
+    """One row per case and round, of a policy that was trained for ``training_steps``."""
     _run(work / "policy", f"trainer.num_steps={training_steps}", "evaluation.num_prompts=0", f"trainer.seed={seed}")
     for doubled in (False, True):
         _write_prompts(work / f"prompts-{doubled}.jsonl", doubled=doubled)
@@ -120,11 +121,11 @@ def measure(
         return measured(work / f"calibration-{number}")
 
     rows, before = [], calibrated(0)
-    for number, case in enumerate(cases):
+    for number, case in enumerate([*cases] * num_rounds, start=1):
         directory = work / f"case-{number}"
         words = [f"{key}={getattr(value, 'name', value)}" for key, value in case.what_if.keys.items()]
         _run(directory, *overrides(case.doubled, num_steps + 2 * _BOUND), *words)
-        after = calibrated(number + 1)
+        after = calibrated(number)
         rows.append(_row(case, (before, after), measured(directory)))
         print(rows[-1], flush=True)
         before = after
@@ -156,6 +157,18 @@ def _row(case: Case, calibrations: Sequence[Measured], run: Measured) -> dict[st
     }
 
 
+def _mean(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a case, of those of its rounds."""
+    means = {key: fmean(row[key] for row in rounds) for key in rounds[0].keys() - {"what"}}
+    means["error"] = means["predicted_step_s"] / means["measured_step_s"] - 1
+    in_order = {key: means.get(key) for key in rounds[0]}
+    return in_order | {"what": rounds[0]["what"], "round_errors": [round(row["error"], 3) for row in rounds]}
+
+
+def _is_covered(row: dict[str, Any]) -> bool:
+    return bool(row["low_s"] <= row["measured_step_s"] <= row["high_s"])
+
+
 def _conditions_of_runs(keep: Path, now: dict[str, Any]) -> dict[str, Any]:
     """Of the runs in ``keep``, if it has some: they are only forecast again."""
     keep.mkdir(parents=True, exist_ok=True)
@@ -164,7 +177,7 @@ def _conditions_of_runs(keep: Path, now: dict[str, Any]) -> dict[str, Any]:
         file.write_text(json.dumps(now))
         return now
     kept: dict[str, Any] = json.loads(file.read_text())
-    for name in ("steps", "seed"):
+    for name in ("steps", "rounds", "seed"):
         if kept[name] != now[name]:
             raise SystemExit(f"--{name} must be {kept[name]}, as of the runs in {keep}, got {now[name]}")
     return kept | {"forecast": {name: now[name] for name in ("commit", "is_modified")}}
@@ -174,18 +187,22 @@ def main() -> None:
     """Run it."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=30, help="measured optimizer steps of each case")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each case")
     parser.add_argument(
         "--keep", type=Path, help="keep the runs in this directory; those that it has are not run again"
     )
     given = parser.parse_args()
     cases = [case for case in CASES if not given.quick or case.what == "S = 0"]
-    num_steps, training_steps = (5, 4) if given.quick else (given.steps, 40)
-    before = conditions(steps=num_steps, seed=given.seed)
+    num_steps, num_rounds, training_steps = (5, 1, 4) if given.quick else (given.steps, given.rounds, 40)
+    before = conditions(steps=num_steps, rounds=num_rounds, seed=given.seed)
     with tempfile.TemporaryDirectory() as work:
         if given.keep is not None:
             before = _conditions_of_runs(given.keep, before)
         directory = (given.keep or Path(work)).resolve()
-        rows = measure(directory, num_steps, cases, seed=given.seed, training_steps=training_steps)
+        single = measure(
+            directory, num_steps, cases, num_rounds=num_rounds, seed=given.seed, training_steps=training_steps
+        )
+    rows = [_mean(single[number :: len(cases)]) for number in range(len(cases))]
     errors = [abs(row["error"]) for row in rows]
     before_errors = [abs(row["predicted_before_step_s"] / row["measured_step_s"] - 1) for row in rows]
     figures = {
@@ -193,10 +210,13 @@ def main() -> None:
         "error_before_max": max(before_errors),
         "error_median": median(errors),
         "error_max": max(errors),
-        "covered": sum(row["low_s"] <= row["measured_step_s"] <= row["high_s"] for row in rows) / len(rows),
+        "covered": fmean(map(_is_covered, rows)),
+        "single_error_median": median(abs(row["error"]) for row in single),
+        "single_error_max": max(abs(row["error"]) for row in single),
+        "single_covered": fmean(map(_is_covered, single)),
         "conditions": before,
     }
-    report("Predicted and measured seconds per step", figures, rows, given.json)
+    report("Predicted and measured seconds per step", figures, rows, given.json, written={"single_rows": single})
 
 
 if __name__ == "__main__":
