@@ -115,7 +115,8 @@ class ChatRenderer:
             if text.startswith(" ") and not decoded.startswith(" "):
                 decoded = f" {decoded}"  # Llama 2's tokenizer drops a first space that vLLM, which decodes after a prompt, keeps
             if decoded.startswith(text):
-                return next((string for string in stops if decoded.startswith(string, len(text))), None)
+                spelled = (string for string in stops if decoded.startswith(string, len(text)))
+                return min(spelled, key=len, default=None)  # the first to be complete, as in vLLM
         return None
 
     def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False) -> str:

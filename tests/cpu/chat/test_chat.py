@@ -350,6 +350,7 @@ def test_the_stop_string_that_ended_a_completion_is_found_in_its_tokens() -> Non
     assert RENDERER.stop_string(ids, "hello", ("</x>", "</answer>")) == "</answer>"
     assert RENDERER.stop_string(ids, "hello</answer>", ("</answer>",)) is None
     assert RENDERER.stop_string(ids, "hello", ()) is None
+    assert RENDERER.stop_string(ids, "hello", ("</answer>", "</answer", "</an")) == "</an", "the first to be complete"
 
 
 def test_a_stop_string_is_found_where_decoding_drops_a_first_space_that_the_engine_keeps() -> None:
