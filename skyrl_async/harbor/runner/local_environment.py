@@ -14,7 +14,6 @@ from harbor.models.task.config import NetworkPolicy
 from skyrl_async.harbor.runner.dockerfile import CannotBuildError, Copy, Run, steps
 from skyrl_async.harbor.runner.sandbox import Limits, Sandbox, SandboxError
 
-_BUILD_COMMAND_TIMEOUT_S = 120.0
 _RESERVED = ("/logs", "/tests")
 """The verifier's directories: an agent that fills its disk is judged all the same."""
 _unbuildable: dict[Path, str] = {}
@@ -95,7 +94,7 @@ class LocalEnvironment(BaseEnvironment):
         return path
 
     async def start(self, force_build: bool) -> None:
-        """Make the sandbox and follow the Dockerfile. Raises Harbor's ``SandboxBuildFailedError``."""
+        """Make the sandbox and follow the Dockerfile until Harbor's ``build_timeout_sec``. Raises its ``SandboxBuildFailedError``."""
         if (why := _unbuildable.get(self._dockerfile)) is not None:
             raise SandboxBuildFailedError(why)
         try:
@@ -129,9 +128,7 @@ class LocalEnvironment(BaseEnvironment):
                 for source in step.action.sources:
                     await sandbox.put(source, step.action.target, step.action.mode)
             elif isinstance(step.action, Run):
-                done = await sandbox.run(
-                    step.action.argv, cwd=step.workdir, env=step.env, timeout_s=_BUILD_COMMAND_TIMEOUT_S
-                )
+                done = await sandbox.run(step.action.argv, cwd=step.workdir, env=step.env)
                 if done.status != 0:
                     words = (done.error or done.output).decode(errors="replace").strip().splitlines()
                     raise CannotBuildError(
