@@ -39,6 +39,8 @@ class StepFigures:
     max_staleness_steps: int
     num_steps: int = 1
     """Optimizer steps of the batch."""
+    num_skipped_steps: int = 0
+    """Of these the first ones, for which the end of the data left no groups."""
     window_steps: int = 0
     """By which ``trainer.staleness_policy=window`` raises the bound."""
     groups: list[Group] = field(default_factory=list)
@@ -170,7 +172,7 @@ class StepFigures:
     @property
     def current_version(self) -> int:
         """Policy version that is trained now."""
-        return self.trained_version + self._num_taken
+        return self.trained_version + self.num_skipped_steps + self._num_taken
 
     @property
     def last_version(self) -> int:

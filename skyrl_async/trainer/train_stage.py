@@ -8,6 +8,7 @@ Knows neither how groups are generated nor how weights reach the engines.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -157,6 +158,11 @@ class TrainStage:
                 self._run.recorder.totals.add_step(figures)
         return trained
 
+    def _num_missing_steps(self, num_groups: int) -> int:
+        """Optimizer steps that a batch of so few groups, at the end of the data, does not take."""
+        num_steps = self._config.update_epochs_per_batch * math.ceil(num_groups / self._config.policy_mini_batch_size)
+        return self._config.steps_per_batch - num_steps
+
     def _is_mini_batch(self, groups: Sequence[Group]) -> bool:
         """Whether these groups of a batch end with a whole mini-batch."""
         return bool(groups) and len(groups) % self._config.policy_mini_batch_size == 0
@@ -205,6 +211,8 @@ class TrainStage:
             collected.append(group)
             if self._streams:
                 yield self._with_advantages([collected.pop()], figures)[0]
+        if not self._streams:
+            figures.num_skipped_steps = self._num_missing_steps(len(collected))
         for group in self._with_advantages(sorted(collected, key=lambda g: g.admission_index), figures):
             yield group
 

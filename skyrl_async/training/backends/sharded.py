@@ -95,6 +95,11 @@ class ShardedBackend(ABC):
                 fused=True,
             )
 
+    def skip_to(self, version: int) -> None:
+        """Count the steps before ``version`` as taken: the end of the data left no groups for them. Changes the learning rate alone."""
+        if self.version < version:
+            self._continue_after(version)
+
     def _continue_after(self, num_steps: int) -> None:
         """Set the version, and the learning rate of the step after ``num_steps``."""
         self.version = num_steps

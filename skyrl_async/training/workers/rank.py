@@ -166,6 +166,8 @@ class PolicyRank:
             TrainingError: the loss is not finite on this rank or another. Every rank raises it, so that none is left waiting.
         """
         last = len(work.micro_batches) - 1
+        if self._settings.trains:
+            self._backend.skip_to(work.version)
         done = [self._run_micro_batch(rows, work, is_last=i == last) for i, rows in enumerate(work.micro_batches)]
         logprobs = [of_row for figures in done for of_row in figures.pop(LOGPROBS, ())]
         merged = merge_figures(done)

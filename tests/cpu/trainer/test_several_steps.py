@@ -153,6 +153,35 @@ def test_one_step_of_a_batch_is_refused_by_its_own_sample_size_and_counted_and_n
     assert "step 3 is refused" in caplog.text
 
 
+@pytest.mark.parametrize(("num_prompts", "expected"), [(6, [0, 1, 2, 3, 6, 7]), (8, [0, 1, 2, 3, 4, 5, 6, 7])])
+def test_a_batch_that_the_data_s_end_leaves_smaller_takes_the_last_of_its_steps(
+    num_prompts: int, expected: list[int]
+) -> None:
+    settings = SimulationSettings(
+        mini_batch_size=2,
+        train_batch_size=4,
+        update_epochs_per_batch=2,
+        max_staleness_steps=7,
+        num_steps=None,
+        num_prompts=num_prompts,
+        num_epochs=1,
+    )
+
+    async def main() -> tuple[list[int], int]:
+        simulation, trained = Simulation(settings), list[int]()
+        forward_backward = simulation.policy.forward_backward
+
+        async def noting(rows: Any, advantages: Any, version: int) -> dict[str, float]:
+            trained.append(version)
+            return await forward_backward(rows, advantages, version)
+
+        simulation.policy.forward_backward = noting  # type: ignore[method-assign]
+        await simulation.trainer.run()
+        return sorted({*trained}), simulation.trainer.trained_version
+
+    assert run_in_virtual_time(main()) == (expected, 8)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

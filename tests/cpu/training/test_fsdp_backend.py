@@ -332,6 +332,14 @@ class TestSteps:
         await policy.forward_backward(rows, values, 2)
         assert (await policy.step(num_tokens(rows)))["lr"] == pytest.approx(0.75e-2), "its step of the warm-up is over"
 
+    async def test_steps_that_the_end_of_the_data_had_no_groups_for_count_for_the_learning_rate(
+        self, make: Make
+    ) -> None:
+        rows, values = trajectories(4, seed=1), advantages(4, seed=2)
+        policy = make(num_warmup_steps=4)
+        await policy.forward_backward(rows, values, 2)
+        assert (await policy.step(num_tokens(rows)))["lr"] == pytest.approx(0.75e-2), "version 2's"
+
     async def test_log_probs_follow_every_step_also_after_forwards_without_backward(
         self, make: Make, tmp_path: Path
     ) -> None:
