@@ -196,8 +196,8 @@ def _what_binds(found: Forecast, config: Config, groups: Sequence[KnownGroup]) -
 
 
 def _gain(key: str, rest: WhatIf, fewer: Row, more: Row) -> str:
-    """What more of something gains and costs. Ratios of two forecasts were off by not much more than one forecast: by 14 % (root mean
-    square over the pairs of ``benchmarks.plan_accuracy``, from the calibration before each), and single ones by 10 %."""
+    """What more of something gains and costs. Ratios of two forecasts are off by not much more than one forecast: by 8 to 14 % (root mean
+    square over the pairs of ``benchmarks.plan_accuracy`` on several machines, from the calibration before each)."""
     gain = more.forecast.tokens_per_second / fewer.forecast.tokens_per_second - 1
     cost = more.num_devices / fewer.num_devices / (1 + gain) - 1
     margin = (more.forecast.high_seconds - more.forecast.low_seconds) / 2 / more.forecast.step_seconds
