@@ -113,6 +113,11 @@ class _AsyncDataloader:
         """The epoch of the next prompt."""
         return self._ledger.epoch
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no prompt is left to be drawn."""
+        return self._ledger.has_ended
+
     async def get_next_non_consumed_data(self) -> tuple[Key, Prompt] | None:
         """The next prompt of the seeded order with its (epoch, uid); None after the last epoch."""
         key = self._ledger.draw()

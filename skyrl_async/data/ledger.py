@@ -81,10 +81,18 @@ class UidLedger:
         """The epoch of the next uid."""
         return self._queue[0][0] if self._queue else self._next_epoch
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no uid is left to be drawn."""
+        return not self._queue and self._num_epochs is not None and self._next_epoch >= self._num_epochs
+
     def draw(self) -> Key | None:
         """The next new uid, now running; None after the last epoch."""
-        if not self._queue and not self._open_next_epoch():
+        if self.has_ended:
             return None
+        if not self._queue:
+            self._next_epoch += 1
+            self._open_epoch(self._next_epoch - 1, {})
         epoch, uid = self._queue.popleft()
         self._set((epoch, uid), UidState.RUNNING)
         return epoch, uid
@@ -165,13 +173,6 @@ class UidLedger:
         order = list(states)
         random.Random(f"{self._seed}-{epoch}").shuffle(order)
         self._queue.extend((epoch, uid) for uid in order if states[uid] is UidState.NEW)
-
-    def _open_next_epoch(self) -> bool:
-        if self._num_epochs is not None and self._next_epoch >= self._num_epochs:
-            return False
-        self._next_epoch += 1
-        self._open_epoch(self._next_epoch - 1, {})
-        return True
 
     def _set(self, key: Key, to: UidState) -> None:
         epoch, uid = key

@@ -219,10 +219,10 @@ class Validation:
         """Evaluate ``version``, which the engines serve, if an evaluation due at it or before it is neither done nor requested.
 
         A version that was due may have been lost on its way to the engines, or a shutdown may have cut its evaluation short. After an
-        evaluation in progress, the version served by then is evaluated.
+        evaluation in progress, the version served by then is evaluated. The last version is left to ``trainer.eval_at_end``.
         """
-        interval, is_last = self._trainer.eval_interval_steps, version == self._trainer.num_steps
-        if not interval or (is_last and self._trainer.eval_at_end):
+        interval = self._trainer.eval_interval_steps
+        if not interval or (self._trainer.eval_at_end and self._is_last(version)):
             return
         if version - version % interval <= max(self._requested_version, self._run.recorder.totals.evaluated_version):
             return
@@ -234,12 +234,18 @@ class Validation:
             return
         self._versions.put_nowait(version)
 
+    def _is_last(self, version: int) -> bool:
+        """Whether nothing is left to be trained after ``version``."""
+        run = self._run
+        has_groups = run.staleness.first_open_index() is not None or run.groups_in_step
+        is_newest = version == run.staleness.trained_version
+        return version == self._trainer.num_steps or (is_newest and run.dataloader.has_ended and not has_groups)
+
     async def run(self) -> None:
         """Consumes versions; produces evaluations; waits for neither training nor publishing; unblocked by requests and ``close``."""
 
-        async def evaluate(requested_version: int) -> None:
-            is_another = self._run.staleness.served_version != requested_version
-            if is_another and self._has_ended and self._trainer.eval_at_end:
+        async def evaluate(_: int) -> None:
+            if self._has_ended and self._trainer.eval_at_end:
                 return  # the version served now is the last one: it is evaluated anyway
             await self._evaluate(self._config.num_prompts_while_training)
 

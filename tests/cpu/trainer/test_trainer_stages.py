@@ -304,6 +304,18 @@ def test_held_out_prompts_are_evaluated_before_and_after_training_where_configur
     )
 
 
+@pytest.mark.parametrize(("bound", "interval"), [(0, 1), (0, 2), (2, 1), (2, 2)])
+def test_a_last_version_that_is_due_is_evaluated_once_also_where_the_data_s_end_makes_it_the_last(
+    bound: int, interval: int
+) -> None:
+    job = replace(SLOW_PUBLISH, max_staleness_steps=bound, eval_interval_steps=interval, num_eval_prompts=3)
+    of_data = replace(job, num_steps=None, num_epochs=1, num_prompts=16)
+    for ending in (replace(job, num_steps=4), of_data, replace(of_data, eval_at_end=False)):
+        simulation, _ = run(ending)
+        evaluated = [step for step, values in simulation.logged if "reward/eval" in values]
+        assert evaluated == list(range(0, 5, interval))
+
+
 def test_every_stage_is_done_when_the_data_has_ended() -> None:
     simulation, _ = run(replace(SLOW_PUBLISH, num_steps=None, num_epochs=1, num_prompts=18))
     assert [(status.name, status.state) for status in simulation.trainer.stages()] == [
