@@ -90,11 +90,17 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
     drawn = numbers if rng is None else rng.choice(numbers, len(numbers))
     steps = {step["step"]: step for step in run.steps}
 
-    def mean(name: str) -> float:
-        return float(np.mean([steps[number].get(name, 0.0) for number in drawn]))
+    # The simulation publishes as seldom as the run did.
+    published = [number for number in drawn if "timing/publish" in steps[number]] or drawn
 
-    def alone(name: str) -> float:
-        return run.shares_alone.get(name, 1.0) * mean(f"timing/{name}")
+    def mean(name: str, of: Sequence[int] | NDArray[np.int64] = drawn) -> float:
+        return float(np.mean([steps[number].get(name, 0.0) for number in of]))
+
+    def of_publish(name: str) -> float:
+        return mean(name, published)
+
+    def alone(name: str, of: Sequence[int] | NDArray[np.int64] = published) -> float:
+        return run.shares_alone.get(name, 1.0) * mean(f"timing/{name}", of)
 
     groups = range(len(run.groups)) if rng is None else rng.choice(len(run.groups), len(run.groups))
     rest = max(0.0, mean("timing/step") - sum(map(mean, _PARTS)))
@@ -111,11 +117,12 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         gradient_seconds=gradient,
         shared_cores=run.shared_cores,
         unsampled_tokens=run.unsampled_tokens,
-        step_seconds=(alone("optimizer_step") + run.shares_alone.get("optimizer_step", 1.0) * rest)
+        step_seconds=(alone("optimizer_step", drawn) + run.shares_alone.get("optimizer_step", 1.0) * rest)
         / run.config.trainer.steps_per_batch,
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
-        stage_seconds=run.shares_alone.get("stage", 1.0) * max(0.0, mean("timing/publish") - sum(map(mean, _UPDATE))),
+        stage_seconds=run.shares_alone.get("stage", 1.0)
+        * max(0.0, of_publish("timing/publish") - sum(map(of_publish, _UPDATE))),
         pause_seconds=alone("pause") + update,
         idle_stage_seconds=run.idle_update.get("stage"),
         idle_pause_seconds=run.idle_update.get("pause"),

@@ -120,6 +120,15 @@ def test_what_the_trainer_and_a_publish_take_is_found(run: Measured) -> None:
     assert found.pause_seconds == pytest.approx(PLANTED.load_seconds, rel=0.05)
 
 
+def test_what_a_publish_takes_does_not_depend_on_how_many_steps_there_are_for_each(tmp_path: Path) -> None:
+    recorded(replace(PLANTED, publish_every_steps=3), tmp_path)
+    found = fit(measured(tmp_path))
+    planted = (PLANTED.gather_seconds, PLANTED.send_seconds, PLANTED.stage_seconds, PLANTED.load_seconds)
+    assert (found.gather_seconds, found.send_seconds, found.stage_seconds, found.pause_seconds) == pytest.approx(
+        planted, rel=0.1
+    )
+
+
 @pytest.mark.parametrize(
     "batch",
     [
