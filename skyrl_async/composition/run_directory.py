@@ -75,6 +75,7 @@ def write_private(path: Path, text: str) -> None:
 
 _UNSAID = {"trainer.resume_mode", "trainer.resume_path", "trainer.output_dir", *SECRETS}
 """Keys that say how a run is continued rather than what it is, and secrets."""
+_KEPT = "config_to_step_"
 
 
 class RunConfigFile:
@@ -97,8 +98,11 @@ class RunConfigFile:
 
     def changes(self) -> list[str]:
         """Return what differs from the run so far, as ``training.lr=0.0008 (was 0.0003)``; nothing where its file cannot be read."""
+        return self._changes_since(self._path)
+
+    def _changes_since(self, path: Path) -> list[str]:
         try:
-            before = dict(flat(yaml.safe_load(self._path.read_text())))
+            before = dict(flat(yaml.safe_load(path.read_text())))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # or no mapping
             return []
         now = dict(flat(yaml.safe_load(self._text)))
@@ -110,14 +114,24 @@ class RunConfigFile:
         ]
 
     def replace(self) -> None:
-        """Replace the file after the run was resumed. The earlier configuration is kept, named after the step up to which it held."""
+        """Replace the file after the run was resumed. The configuration that held up to its step is kept, named after the step.
+
+        Those of steps that are done again are deleted: ``set_aside_records`` has copied them where the run goes back.
+        """
         if self._step is None or not self._trains:
             return
-        if self.changes():
-            write_private(self._path.with_name(f"config_to_step_{self._step}.yaml"), self._path.read_text())
+        files = {path.stem.removeprefix(_KEPT): path for path in self._path.parent.glob(f"{_KEPT}*.yaml")}
+        since = [files[step] for step in sorted(filter(str.isdecimal, files), key=int) if int(step) >= self._step]
+        held, own = (since or [self._path])[0], self._path.with_name(f"{_KEPT}{self._step}.yaml")
+        has_changed = bool(self._changes_since(held))
+        if has_changed and held != own:
+            write_private(own, held.read_text())
         arriving = self._path.with_name("config.yaml.new")
         write_private(arriving, self._text)
         arriving.replace(self._path)  # the file exists at every moment
+        for path in since:
+            if path != own or not has_changed:
+                path.unlink()
 
 
 def _is_of_dictionary(key: str) -> bool:
@@ -219,6 +233,8 @@ def _go_back(run_dir: Path, step: int) -> str | None:
     aside.mkdir()
     if (run_dir / "metrics.jsonl").exists():
         shutil.copyfile(run_dir / "metrics.jsonl", aside / "metrics.jsonl")
+    for path in run_dir.glob("config*.yaml"):
+        shutil.copy(path, aside)  # with its mode: it may hold keys
     if (run_dir / SAMPLES).exists():  # as links, because its files never change
         shutil.copytree(run_dir / SAMPLES, aside / SAMPLES, copy_function=_link_or_copy)
     moved = checkpointer.go_back(step, name)

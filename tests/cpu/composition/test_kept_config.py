@@ -33,6 +33,21 @@ def test_a_resumed_run_lists_changed_settings_and_replaces_its_configuration_fil
     assert RunConfigFile(tmp_path, resumed, 50).changes() == []
 
 
+def test_of_settings_tried_one_after_another_from_a_step_those_that_held_up_to_it_are_kept(tmp_path: Path) -> None:
+    def kept_after(step: int | None, lr: float) -> dict[str, float]:
+        file = RunConfigFile(tmp_path, config_of(f"training.lr={lr}"), step)
+        file.replace()
+        return {path.stem: lr_of(path) for path in tmp_path.iterdir()}
+
+    kept_after(None, 1e-4)
+    for lr in (2e-4, 3e-4):
+        assert kept_after(40, lr) == {"config": lr, "config_to_step_40": 1e-4}, "no step of the first one is left"
+    assert kept_after(60, 4e-4) == {"config": 4e-4, "config_to_step_40": 1e-4, "config_to_step_60": 3e-4}
+    assert kept_after(50, 5e-4) == {"config": 5e-4, "config_to_step_40": 1e-4, "config_to_step_50": 3e-4}
+    assert kept_after(20, 6e-4) == {"config": 6e-4, "config_to_step_20": 1e-4}
+    assert kept_after(10, 1e-4) == {"config": 1e-4}
+
+
 @pytest.fixture(scope="module")
 def default_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")

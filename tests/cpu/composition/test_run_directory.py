@@ -181,6 +181,7 @@ def test_contract_7_a_run_that_goes_back_keeps_what_came_later_and_goes_on_from_
     tmp_path: Path,
 ) -> None:
     run_dir = run_in(tmp_path / "run", steps=range(1, 48), checkpoints=[10, 20, 30, 40])
+    (run_dir / "config_to_step_30.yaml").touch(mode=0o600)
     config = config_in(run_dir, *from_path(run_dir / "checkpoints" / "global_step_20"))
     said = set_aside_records(config, run_dir, checkpoint_to_resume(config, run_dir))
     aside = run_dir / "checkpoints" / "set_aside_1"
@@ -188,6 +189,7 @@ def test_contract_7_a_run_that_goes_back_keeps_what_came_later_and_goes_on_from_
     assert str(aside) in said and f"{run_dir}/set_aside_1" in said
     assert sorted(path.name for path in aside.iterdir()) == ["global_step_30", "global_step_40"]
     assert steps_in(run_dir / "set_aside_1") == [[*range(1, 48)]] * 2 == steps_in(run_dir), "cut when it is resumed"
+    assert (run_dir / "set_aside_1" / "config_to_step_30.yaml").stat().st_mode & 0o777 == 0o600
     assert resumed_step(run_dir, LATEST) == 20
     assert set_aside_records(config, run_dir, checkpoint_to_resume(config, run_dir)) is None, "it is there already"
 
