@@ -316,8 +316,8 @@ def _has_failed(row: Mapping[str, Any]) -> bool:
 def _gradients(
     rows: Iterable[Mapping[str, Any]], spans: Iterable[Span], speed: OverTime, first_step: int, num_passes: int
 ) -> Gradients:
-    """Groups are trained in the order of their rows, in each pass; where a step has another number of spans, because a resumed run did
-    it again, each gets the mean of the groups' tokens."""
+    """Groups are trained in the order of their rows, in each pass; where a step has more spans, because a resumed run, perhaps with other
+    settings, did it again, the newest count, and each gets the mean of the groups' tokens."""
     tokens: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         if row["outcome"] in ("trained", "masked"):
@@ -331,6 +331,7 @@ def _gradients(
     for step, of_step in trained.items():
         of_groups = list(tokens[step].values()) * num_passes
         if len(of_groups) != len(of_step):
+            of_step = of_step[-len(of_groups) :]
             of_groups = [sum(of_groups) / max(1, len(of_groups))] * len(of_step)
         begin, end = (np.array([getattr(span, name) for span in of_step]) for name in ("begin", "end"))
         found += zip([step] * len(of_step), of_groups, end - begin, speed.mean(begin, end), strict=True)
