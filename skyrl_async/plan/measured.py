@@ -101,6 +101,8 @@ class Measured:
     """Cores of the machine that trainer and engines share, this one; None where they have devices of their own."""
     idle_update: Mapping[str, float]
     """Seconds of ``stage`` and ``pause`` of the first update, before any group was generated; empty where the trace lacks it."""
+    held_versions: frozenset[int]
+    """Versions beside whose publish a validation ran, which may have held it up."""
     memory: Memory
     shares_alone: Mapping[str, float]
     """Part of a step or an update -> what it would take alone, of each second that it took: 1 where nothing else took its cores, and it did
@@ -192,6 +194,7 @@ def measured(run_dir: Path) -> Measured:
         stages=_stages(newest_spans, speed, between_gradients),
         shared_cores=shared_cores,
         idle_update=_idle_update(spans),
+        held_versions=_held_versions(newest_spans),
         memory=Memory(
             parameters=steps[-1].get("policy/num_parameters", 0.0),
             device_gb=steps[-1].get("policy/device_memory_gb", 0.0),
@@ -258,6 +261,19 @@ def _stage_of(span: Span) -> str | None:
 def _idle_update(spans: Sequence[Span]) -> dict[str, float]:
     began = min(span.begin for span in spans if span.track == "generation")
     return {s.name: s.end - s.begin for s in spans if s.name in ("stage", "pause") and s.begin < began}
+
+
+def _held_versions(spans: Sequence[Span]) -> frozenset[int]:
+    validations = [span for span in spans if span.track == "evaluation"]
+    moments: dict[int, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.track.startswith("publish") and "version" in span.args:
+            moments[span.args["version"]] += [span.begin, span.end]
+    return frozenset(
+        version
+        for version, of_version in moments.items()
+        if any(one.begin < max(of_version) and one.end > min(of_version) for one in validations)
+    )
 
 
 def _resumed_with_other_settings(run_dir: Path) -> int:

@@ -90,8 +90,9 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
     drawn = numbers if rng is None else rng.choice(numbers, len(numbers))
     steps = {step["step"]: step for step in run.steps}
 
-    # The simulation publishes as seldom as the run did.
-    published = [number for number in drawn if "timing/publish" in steps[number]] or drawn
+    # The simulation publishes as seldom as the run did, and never waits for a validation.
+    published = [number for number in drawn if "timing/publish" in steps[number]]
+    published = [number for number in published if number not in run.held_versions] or published or list(drawn)
 
     def mean(name: str, of: Sequence[int] | NDArray[np.int64] = drawn) -> float:
         return float(np.mean([steps[number].get(name, 0.0) for number in of]))

@@ -120,8 +120,13 @@ def test_what_the_trainer_and_a_publish_take_is_found(run: Measured) -> None:
     assert found.pause_seconds == pytest.approx(PLANTED.load_seconds, rel=0.05)
 
 
-def test_what_a_publish_takes_does_not_depend_on_how_many_steps_there_are_for_each(tmp_path: Path) -> None:
-    recorded(replace(PLANTED, publish_every_steps=3), tmp_path)
+@pytest.mark.parametrize(
+    "others", [{"publish_every_steps": 3}, {"eval_interval_steps": 8, "num_eval_prompts": 96}], ids=lambda o: min(o)
+)
+def test_what_a_publish_takes_depends_neither_on_how_many_there_are_nor_on_validations_that_hold_some_up(
+    tmp_path: Path, others: dict[str, int]
+) -> None:
+    recorded(replace(PLANTED, **others), tmp_path)
     found = fit(measured(tmp_path))
     planted = (PLANTED.gather_seconds, PLANTED.send_seconds, PLANTED.stage_seconds, PLANTED.load_seconds)
     assert (found.gather_seconds, found.send_seconds, found.stage_seconds, found.pause_seconds) == pytest.approx(
