@@ -105,6 +105,9 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
 
     groups = range(len(run.groups)) if rng is None else rng.choice(len(run.groups), len(run.groups))
     rest = max(0.0, mean("timing/step") - sum(map(mean, _PARTS)))
+    stage = max(0.0, of_publish("timing/publish") - sum(map(of_publish, _UPDATE)))
+    if run.config.trainer.publishes_between_batches:  # the simulation, too, waits until no group is in flight
+        stage = of_publish("timing/stage") + of_publish("timing/acknowledge")
     call, token, per_request, prefill, update = _engine(run, drawn)
     group, gradient = _training(run, drawn)
     return Model(
@@ -122,8 +125,7 @@ def fit(run: Measured, rng: np.random.Generator | None = None) -> Model:
         / run.config.trainer.steps_per_batch,
         gather_seconds=alone("gather"),
         send_seconds=alone("send"),
-        stage_seconds=run.shares_alone.get("stage", 1.0)
-        * max(0.0, of_publish("timing/publish") - sum(map(of_publish, _UPDATE))),
+        stage_seconds=run.shares_alone.get("stage", 1.0) * stage,
         pause_seconds=alone("pause") + update,
         idle_stage_seconds=run.idle_update.get("stage"),
         idle_pause_seconds=run.idle_update.get("pause"),
@@ -275,6 +277,7 @@ def settings_of(model: Model, config: Config, *, lengths: float = 1.0) -> Simula
         publish_every_steps=trainer.publish_every_steps,
         pause_mode=PauseMode(config.engine.pause_mode.name),
         is_one_step_off=trainer.schedule.name == "one_step_off",
+        deterministic=trainer.deterministic,
         stream_mini_batch=_streams(config),
         eval_before_train=False,
         eval_at_end=False,

@@ -154,6 +154,13 @@ def test_what_groups_and_optimizer_steps_take_is_found_where_a_batch_has_two_ste
     assert abs(error_of_its_model(found)) < 0.1
 
 
+def test_a_run_whose_weights_change_only_while_no_group_is_in_flight_is_planned_as_one(tmp_path: Path) -> None:
+    recorded(replace(PLANTED, deterministic=True, tokens_per_second=100.0), tmp_path)
+    run = measured(tmp_path)
+    assert fit(run).stage_seconds == pytest.approx(PLANTED.stage_seconds, rel=0.1), "without the wait for groups"
+    assert abs(error_of_its_model(run)) < 0.1
+
+
 def test_gradients_that_a_kill_lost_and_a_resume_computed_again_do_not_count(
     run_dir: Path, run: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
