@@ -111,9 +111,16 @@ def _prompt_of(row: Mapping[str, Any], place: str, default_env_class: str | None
     extra_info = extras.get("extra_info")
     if isinstance(extra_info, Mapping):
         extras = {**extra_info, **extras}
+    messages = _messages_of(row, place)
+    try:
+        json.dumps([uid, messages], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{place} has half of a surrogate pair in uid or prompt, which no text has: {error}"
+        ) from error
     return Prompt(
         uid=_content_hash(row) if uid is None else str(uid),
-        messages=_messages_of(row, place),
+        messages=messages,
         env_class=env_class,
         extras=extras,
     )
@@ -135,4 +142,4 @@ def _messages_of(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
 
 def _content_hash(row: Mapping[str, Any]) -> str:
     canonical = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]

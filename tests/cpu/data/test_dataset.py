@@ -70,6 +70,8 @@ def test_two_rows_with_one_uid_are_named_with_both_lines(tmp_path: Path) -> None
     [
         ('{"prompt": "x"', r"line 2 is not JSON"),
         ("[1]", r"line 2 must be a JSON object, got list"),
+        (r'{"prompt": "\ud83d", "env_class": "relay"}', r"line 2 has half of a surrogate pair in uid or prompt"),
+        (r'{"prompt": "x", "env_class": "relay", "uid": "\ud83d"}', r"line 2 has half of a surrogate pair"),
         ({"env_class": "relay"}, r"line 2 needs prompt.*got None"),
         ({"prompt": "", "env_class": "relay"}, r"line 2 needs prompt.*got ''"),
         ({"prompt": ["x"], "env_class": "relay"}, r"line 2 has in prompt 'x'; a message must be an object with a role"),
@@ -83,6 +85,12 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, row
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "fine", "env_class": "relay"}, row)
     with pytest.raises(DatasetError, match=rf"rows\.jsonl {message}"):
         load_prompts([file], None)
+
+
+def test_half_of_a_surrogate_pair_in_another_column_is_the_environment_s_to_judge(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", {"prompt": "x", "note": "\ud83d"})
+    (prompt,) = load_prompts([file], "relay")
+    assert prompt.extras["note"] == "\ud83d"
 
 
 def test_bytes_that_are_not_text_are_a_broken_line(tmp_path: Path) -> None:
