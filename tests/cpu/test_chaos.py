@@ -1,5 +1,6 @@
 """Contracts 1, 2, 6, 7 and 8 under faults and Ctrl-C in virtual time. ``tests/chaos`` kills processes of real runs."""
 
+import random
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from skyrl_async.record.ended import Outcome
 from skyrl_async.record.files import DIRECTORY, file_of, read_samples, write
 from skyrl_async.record.table import schema
 from tests.chaos import __main__ as command
-from tests.chaos.attacked_run import AttackedRun
+from tests.chaos.attacked_run import AttackedRun, Role
 from tests.chaos.audit import audit
 from tests.chaos.machine import ARunUnderFaults, Tally, run_machine
 from tests.chaos.virtual import SETTINGS, VirtualRun
@@ -116,7 +117,8 @@ def test_an_end_that_ctrl_c_did_not_bring_and_what_it_leaves_are_seen(
     monkeypatch.setattr("tests.chaos.attacked_run.shared_memory", lambda: tmp_path)
     refused = AttackedRun(["trainer.num_steps=0"], tmp_path / "run")
     refused.start()
-    (main,) = refused.family()
+    main = refused.find(Role.trainer, random.Random(0))
+    assert main is not None
     (tmp_path / f"skyrl_async-{main.pid}-left").mkdir()
     ending = refused.ending()
     assert ending.exit_code == 2
