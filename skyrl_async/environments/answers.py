@@ -7,6 +7,7 @@ Flows in: a row's columns, then what the policy says. Flows out: the reward. Doe
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,7 +33,7 @@ from skyrl_async.rewards.sandbox import Limits, require_sandbox
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_TURNS = 8
+_DEFAULT_MAX_TURNS = 8
 """Turns of an environment of several turns, for rows without ``max_turns``."""
 _NO_PROGRAM = "no fenced block of Python"
 Extras = dict[str, Any]
@@ -212,7 +213,7 @@ class MultiTurnCodeEnv(CodeEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
-        self.max_turns = int(column_of(extras, "max_turns", DEFAULT_MAX_TURNS))
+        self.max_turns = max_turns_of(extras)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reason = self.judge(action)
@@ -227,12 +228,21 @@ def column_of(extras: Extras | None, name: str, default: float) -> Any:
     return default if value is None else value
 
 
+def max_turns_of(extras: Extras | None) -> int:
+    """Return the turns that a row's column ``max_turns`` allows; ``ConfigError`` for what is no whole number >= 1."""
+    found = column_of(extras, "max_turns", _DEFAULT_MAX_TURNS)
+    if isinstance(found, bool) or not isinstance(found, int | float) or found < 1 or not float(found).is_integer():
+        raise ConfigError(f"max_turns must be a whole number >= 1, got {found!r}")
+    return int(found)
+
+
 def limits_of(extras: Extras) -> Limits:
     """Return the limits that a row's columns set; ``ConfigError`` for what is no positive number."""
     default = Limits()
     cpu_s = column_of(extras, "time_limit_s", default.cpu_s)
     memory_mb = column_of(extras, "memory_limit_mb", default.memory_mb)
     for name, value in (("time_limit_s", cpu_s), ("memory_limit_mb", memory_mb)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{name} must be a number > 0, got {value!r}")
-    return Limits(cpu_s=max(1, round(cpu_s)), wall_s=max(default.wall_s, 3.0 * cpu_s), memory_mb=int(memory_mb))
+    cpu_s, memory_mb = max(1, round(cpu_s)), max(1, round(memory_mb))
+    return Limits(cpu_s=cpu_s, wall_s=max(default.wall_s, 3.0 * cpu_s), memory_mb=memory_mb)

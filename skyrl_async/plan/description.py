@@ -5,7 +5,7 @@ Figures that nobody has measured come from data sheets or from what others have 
 
 import math
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ _finite = partial(bounded, lt=math.inf)
 class Lengths:
     mean_tokens: float = _finite(4000.0, ge=1)
     """Tokens of a sample's replies, all turns together, before the longest are cut."""
-    sigma: float = _finite(0.8, ge=0)
+    sigma: float = bounded(0.8, ge=0, le=5)
     """Standard deviation of their logarithm: 0.5 is a short tail, 1.2 a long one."""
     max_tokens: int = bounded(32_000, ge=1)
     """Where they are cut."""
@@ -113,9 +113,14 @@ def described(path: Path) -> Model:
         read = OmegaConf.load(path)
         if read and not isinstance(read, DictConfig):
             raise ConfigError(f"{path} describes no cluster: it must have keys, such as num_engines: 4, not a list")
+        for section in (one for one in fields(Description) if is_dataclass(one.type) and one.name in read):
+            if not isinstance(value := read[section.name], DictConfig):
+                raise ConfigError(f"{path} describes no cluster: {section.name} must have keys, got {value!r}")
         found: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Description), read))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} describes no cluster: {_reason(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} describes no cluster: an alias is part of what it stands for") from None
     if not read:
         raise ConfigError(f"{path} describes no cluster: it is empty")
     check_bounds(found)

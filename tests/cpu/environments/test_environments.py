@@ -90,6 +90,19 @@ def test_rows_of_verl_have_their_truth_in_reward_model() -> None:
         ),
         ("code", {"reward_spec": {"ground_truth": "[3]"}}, r"must be an object with inputs and outputs"),
         ("code", {"reward_spec": {"ground_truth": DOUBLING}, "time_limit_s": 0}, r"time_limit_s must be a number > 0"),
+        (
+            "code",
+            {"reward_spec": {"ground_truth": DOUBLING}, "time_limit_s": float("inf")},
+            r"time_limit_s must be a number > 0, got inf",
+        ),
+        *(
+            (
+                "calculator",
+                {"reward_spec": {"ground_truth": "42"}, "max_turns": found},
+                rf"max_turns must be a whole number >= 1, got {found!r}",
+            )
+            for found in ("eight", 0, 2.5, float("inf"))
+        ),
     ],
 )
 def test_a_row_without_what_its_environment_needs_is_refused(env_class: str, columns: Any, message: str) -> None:
