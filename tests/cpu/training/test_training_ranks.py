@@ -67,6 +67,10 @@ CORRECTIONS = {
     "": {"policy_loss": "rollout_is", "correction": CorrectionSettings(token_tis=2.0, token_mask=(0.1, 4.0))},
 }
 
+ROUNDING = 2e-5
+"""A fiftieth of the learning rate, by which Adam moves every weight: where a gradient is next to none, rounding is a part of it. Processors
+round in ways of their own."""
+
 
 def settings_of(way: str, directory: Path) -> TrainingSettings:
     policy = directory / ("tied_policy" if way.endswith("tied") else "policy")
@@ -226,7 +230,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
     update = load_file(two_ranks / way / "weights" / "v000000.safetensors")
     moments, published_alone = (torch.load(two_ranks / way / f"{name}.pt") for name in ("moments", "trained"))
     for here, there in zip((moments, update, published_alone), tensors, strict=True):
-        assert_close(here, there, atol=1e-5)
+        assert_close(here, there, atol=ROUNDING)
     for here, there in zip(found["logprobs"], logprobs.values, strict=True):
         assert here == pytest.approx(there, abs=1e-5)
 
@@ -234,7 +238,7 @@ async def test_one_rank_and_two_give_the_figures_gradients_weights_and_log_probs
         of_alone, *alone = await steps_of(make(settings_of(way, two_ranks)), tmp_path)
         assert_same_figures(of_alone, figures)
         for here, there in zip(alone, tensors, strict=True):
-            assert_close(here, there, atol=1e-5)
+            assert_close(here, there, atol=ROUNDING)
 
 
 def test_two_ranks_export_merged_weights_and_the_adapters_that_they_publish(two_ranks: Path) -> None:
@@ -257,7 +261,7 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two_of_another_backend_or_stage(t
     assert_same_figures(found, json.loads((of_one / "more.json").read_text()))
     resharded, more = two_ranks / reader / "resharded", of_one / "more"
     here, there = (load_file(path / "v000000.safetensors") for path in (resharded, more))
-    assert_close(here, there, atol=1e-5)
+    assert_close(here, there, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("writer", OTHER_WAY)
