@@ -58,7 +58,7 @@ def files_of(source: Path) -> tuple[Path, ...]:
 
 def _files_in(directory: Path) -> tuple[Path, ...]:
     if (directory / _SAVED_SPLITS).is_file():
-        names = json.loads((directory / _SAVED_SPLITS).read_text(encoding="utf-8")).get("splits", [])
+        names = _listed(directory / _SAVED_SPLITS, lambda found: [str(name) for name in found["splits"]])
         raise DatasetError(f"{directory} holds the splits {', '.join(names)}: name one of them, {directory / 'train'}")
     files = _data_files(directory, "*") or _data_files(directory / "data", "*")
     if not files:
@@ -96,10 +96,18 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Row]]:
     """Rows of a ``save_to_disk`` directory: Arrow streams, listed in its ``state.json``."""
-    state = json.loads((directory / _SAVED_STATE).read_text(encoding="utf-8"))
-    for entry in state["_data_files"]:
-        file = directory / entry["filename"]
-        yield from _table_rows(file, _read_stream, "an Arrow stream of datasets' save_to_disk")
+    for name in _listed(directory / _SAVED_STATE, lambda found: [entry["filename"] for entry in found["_data_files"]]):
+        yield from _table_rows(directory / name, _read_stream, "an Arrow stream of datasets' save_to_disk")
+
+
+def _listed(file: Path, names_in: Callable[[Any], list[str]]) -> list[str]:
+    """The names in a file of datasets' ``save_to_disk``. Raises ``DatasetError`` if it is none."""
+    try:
+        return names_in(json.loads(file.read_bytes()))
+    except (ValueError, LookupError, TypeError) as error:
+        raise DatasetError(
+            f"{file} is none that datasets' save_to_disk wrote ({error!r}): save the dataset again, or name its files"
+        ) from error
 
 
 def _read_stream(file: Path) -> Any:

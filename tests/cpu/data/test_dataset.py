@@ -178,6 +178,16 @@ def test_a_directory_without_rows_says_what_it_should_hold(tmp_path: Path) -> No
         uids(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b'{"splits": 1, "_data_files": [1]}', b"\xff"])
+def test_a_damaged_list_of_a_saved_directory_is_named(tmp_path: Path, name: str, text: bytes) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(
+        DatasetError, match=rf"{name} is none that datasets' save_to_disk wrote \(.*save the dataset again"
+    ):
+        uids(tmp_path)
+
+
 def test_what_refuses_a_prompt_is_told_with_the_place_of_the_row(tmp_path: Path) -> None:
     def check(prompt: Prompt) -> None:
         if prompt.uid == "3":
