@@ -44,7 +44,7 @@ _NAMED_UNIT = re.compile(
     rf"(?![^}}]*\b{_NO_UNIT}\b)[a-zA-Z][a-zA-Z .]*[a-zA-Z.]\s*\}}(?:\^\{{?[23]\}}?)?[\s$.]*$"
 )
 """``\\text{ people}`` behind a number."""
-_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?:\.?[a-zA-Z])+")
 _LEFT_SIDE = re.compile(r"^([a-zA-Z]\w?)\s*(?:=|\\in(?![a-zA-Z]))\s*(?=\S)")
 _BOTH_SIGNS = re.compile(r"\u00b1|\\pm(?![a-zA-Z])")
 _CHOICE = re.compile(r"\(\s*([A-Z])\s*\)")
@@ -137,7 +137,7 @@ def _taken_apart(answer: str) -> tuple[str, str, str]:
     text = answer.strip().rstrip(".").strip().replace("{,}", ",").replace("\u2212", "-")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\%", "%")
     text = _DEGREES_OF_ALL.sub(" degree", _DROPPED.sub("", text).strip())
-    text = _WORDS.sub(r" \1", _DEGREES.sub("", text)).strip()
+    text = _WORDS.sub(r" \1", _DEGREES.sub("", text)).strip().rstrip(".").rstrip()
     left_side, unit = _LEFT_SIDE.match(text), _UNIT.search(text)
     value = text[left_side.end() if left_side else 0 : unit.start() if unit else None].strip()
     if whole := _CHOICE.fullmatch(value) or _GROUP.fullmatch(value):
