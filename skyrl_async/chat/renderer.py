@@ -4,6 +4,7 @@ Sampled text is never tokenized again. The next prompt of a conversation is the 
 renders behind the last sampled message (contract 4 of the design). Does not know engines, environments or HTTP.
 """
 
+import codecs
 import ctypes
 from collections.abc import Iterable, Sequence
 from secrets import token_hex
@@ -132,8 +133,12 @@ class ChatRenderer:
         """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens that are skipped add none."""
         found, places = np.unique(column(token_ids, np.int32), return_inverse=True)
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
-        sizes = [0 if i in skipped else len(self._speller.spell(i)) for i in found.tolist()]
-        return column(column(sizes, np.int32)[places].cumsum(dtype=np.int32), np.int32)
+        spelled = [b"" if i in skipped else self._speller.spell(i) for i in found.tolist()]
+        try:
+            b"".join(spelled[place] for place in places.tolist()).decode()
+        except UnicodeDecodeError:  # U+FFFD stands in the text for bytes that are no characters
+            return _decoded_ends([spelled[place] for place in places.tolist()])
+        return column(column(list(map(len, spelled)), np.int32)[places].cumsum(dtype=np.int32), np.int32)
 
     def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:
         normalised = normalise_messages(messages)
@@ -216,6 +221,14 @@ class ChatRenderer:
             # The tokenizer took a hundred bytes per token in small blocks, which glibc would not return.
             _LIBC.malloc_trim(0)
         return ids
+
+
+def _decoded_ends(spelled: Sequence[bytes]) -> NDArray[np.int32]:
+    """``text_ends`` of tokens with these bytes, counted in the text that is decoded from them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    sizes = [len(decoder.decode(piece).encode()) for piece in spelled]
+    sizes[-1] += len(decoder.decode(b"", True).encode())
+    return column(np.cumsum(sizes, dtype=np.int32), np.int32)
 
 
 def _last_covered(messages: Sequence[Message], num_covered: int | None) -> int:

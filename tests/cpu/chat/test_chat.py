@@ -345,6 +345,19 @@ def test_the_bytes_of_tokens_joined_are_the_text(text: str) -> None:
     assert sum(sizes) == len(text.encode())
 
 
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=12))
+def test_the_ends_of_any_tokens_are_places_in_the_text_that_is_decoded_from_them(ids: list[int]) -> None:
+    ends = RENDERER.text_ends(ids, skip_special_tokens=False)
+    assert len(ends) == len(ids) and ends[-1:].tolist() == [len(RENDERER.decode(ids).encode())][: len(ids)]
+
+
+def test_bytes_that_are_no_characters_take_the_place_of_what_stands_for_them() -> None:
+    """A tool call behind them would keep tokens that follow it, or all of them."""
+    broken = [i for i in range(len(TOKENIZER)) if RENDERER.token_bytes(i) == b"\xff"] * 2
+    ids = [*broken, *encode("hi!"), *encode("xyz")]
+    assert RENDERER.text_ends(ids)[len(broken) + len(encode("hi!")) - 1] == len("\ufffd\ufffdhi!".encode())
+
+
 def test_the_stop_string_that_ended_a_completion_is_found_in_its_tokens() -> None:
     ids = encode("hello</answer>")
     assert RENDERER.stop_string(ids, "hello", ("</x>", "</answer>")) == "</answer>"
