@@ -121,6 +121,9 @@ def _refuse_shared_uids(prompts: Sequence[Prompt]) -> None:
 
 
 def _check_environment(prompt: Prompt) -> None:
+    from skyrl_async.environments.answers import max_turns_of
+
+    max_turns_of(prompt.extras)  # generators read it whatever the environment does
     make_environment(prompt.env_class, prompt.extras).close()
 
 

@@ -159,6 +159,9 @@ def test_a_row_that_its_environment_does_not_take_is_named_by_file_and_line(tmp_
     broken = write_rows(tmp_path / "c.jsonl", {"prompt": "x", **ROW}, {"prompt": "y", "env_class": "relay"})
     with pytest.raises(DatasetError, match=r"c\.jsonl line 2 cannot be used by env_class 'relay': .*needs the col"):
         prepared(tmp_path, "[]", f"task.eval_files=[{broken}]")
+    endless = write_rows(tmp_path / "e.jsonl", {"prompt": "x", "max_turns": "many", **ROW})
+    with pytest.raises(DatasetError, match=r"e\.jsonl line 1 .*: max_turns must be a whole number >= 1, got 'many'"):
+        prepared(tmp_path, "[]", f"task.eval_files=[{endless}]")
     unknown = write_rows(tmp_path / "d.jsonl", {"prompt": "x", "env_class": "chess"})
     with pytest.raises(DatasetError, match=r"d\.jsonl line 1 cannot be used by env_class 'chess': .*one of .*gsm8k"):
         prepared(tmp_path, "[]", f"task.eval_files=[{unknown}]")
