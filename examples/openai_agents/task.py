@@ -14,4 +14,4 @@ SETTINGS = {"command": "uv run --script examples/openai_agents/harness.py"}
 def reward(prompt: Prompt, episode: AgentEpisode) -> float:
     """1.0 when the last number of the answer is the row's ``answer``, else 0.0."""
     numbers = re.findall(r"\d+", episode.answer)
-    return float(bool(numbers) and int(numbers[-1]) == prompt.extras["answer"])
+    return float(bool(numbers) and float(numbers[-1]) == prompt.extras["answer"])  # int() refuses thousands of digits

@@ -24,7 +24,7 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData]):
     """A number to be found, and the rubric."""
 
-    def guesses(self, trace: vf.Trace) -> list[int | None]:
+    def guesses(self, trace: vf.Trace) -> list[float | None]:
         """The guess in each of the policy's turns; None where there is none."""
         said = [message.content or "" for message in trace.assistant_messages]
         return [guess_of(text) for text in said]
@@ -47,13 +47,13 @@ class GuessTask(vf.Task[GuessData]):
         return float(len(self.guesses(trace)))
 
 
-def guess_of(text: str) -> int | None:
+def guess_of(text: str) -> float | None:
     """The last number in ``text``."""
     numbers = re.findall(r"\d+", text)
-    return int(numbers[-1]) if numbers else None
+    return float(numbers[-1]) if numbers else None  # int() refuses thousands of digits
 
 
-def hint(guess: int | None, number: int) -> str:
+def hint(guess: float | None, number: int) -> str:
     """What the environment answers to a wrong guess."""
     if guess is None:
         return "I saw no number. Guess one."

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.openai_agents import task as openai_agents
 from examples.own_algorithm.rare_tokens import rare_tokens
 from examples.own_algorithm.unsure_tokens import unsure_tokens
 from examples.own_dataset.environment import ReverseWordEnv
@@ -19,6 +21,7 @@ from skyrl_async.composition.algorithms import check_algorithm
 from skyrl_async.composition.parts import make_generator
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataset import load_sources
+from skyrl_async.generators.agent.reward import AgentEpisode
 from skyrl_async.generators.gym.generator import GymGenerator
 from skyrl_async.rollout.generator import GroupRequest
 from skyrl_async.tasks.registry import get_task, make_environment
@@ -43,6 +46,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def request(prompt: Prompt) -> GroupRequest:
     return GroupRequest(prompt=prompt, num_samples=3, sampling=SamplingParams(max_tokens=12), seed=5)
+
+
+def test_an_answer_of_endless_digits_is_wrong_and_no_failure(tmp_path: Path) -> None:
+    prompt = Prompt(uid="a", messages=({"role": "user", "content": "?"},), env_class="none", extras={"answer": 202})
+    episode = AgentEpisode(
+        messages=(), last_text="0" * 5000, output=None, working_dir=tmp_path, num_turns=1, is_truncated=False
+    )
+    assert openai_agents.reward(prompt, episode) == 0.0
+    assert openai_agents.reward(prompt, replace(episode, last_text="72 and 130: 202")) == 1.0
 
 
 async def test_the_own_generator_is_made_by_its_entrypoint_and_returns_the_sampled_tokens(
