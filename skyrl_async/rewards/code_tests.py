@@ -3,7 +3,8 @@
 Two forms are read. APPS and its descendants have ``{"inputs": [...], "outputs": [...]}``: texts for standard input and output, or,
 with ``"fn_name"``, arguments and results of a function. LiveCodeBench has a list of ``{"input", "output", "testtype"}``.
 
-Programs find the names of the usual modules (``List``, ``deque``, ``math``) and the recursion limit that LiveCodeBench's grader gives them.
+Programs find the names of the usual modules (``List``, ``deque``, ``math``), and the limits of recursion and of an integer's digits that
+LiveCodeBench's grader gives them.
 """
 
 import json
@@ -25,7 +26,9 @@ _MODULES = (
 )
 # The import of the modules restores datetime, which is also a class.
 _STARS = [f"from {module} import *" for module in (*_MODULES, "typing")]
-_NAMES = "\n".join([*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)"])
+_NAMES = "\n".join(
+    [*_STARS, f"import {', '.join(_MODULES)}", "sys.setrecursionlimit(50000)", "sys.set_int_max_str_digits(50000)"]
+)
 # They become builtins, for the function to be tested (gcd) must be the program's own.
 _PREPARATION = "\n".join(
     (

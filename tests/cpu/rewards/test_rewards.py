@@ -349,6 +349,8 @@ def test_a_right_program_needs_no_imports_of_its_own_and_its_lines_keep_their_nu
     tests = CodeTests(function=None, inputs=("3\n",), outputs=("3 [0, 1, 2]",))
     source = "n = int(sys.stdin.readline())\nif __name__ == '__main__':\n    print(n, sorted(deque(range(n))))"
     assert judge_program(f"from __future__ import annotations\n{source}", tests).reason is None
+    long = CodeTests(function=None, inputs=("5000",), outputs=(f"1{'0' * 5000}",))
+    assert judge_program("print(10 ** int(input()))", long).reason is None, "Python refuses so many digits by default"
     verdict = judge_program("x = 1\nif x:\npass", tests)
     assert verdict.reason is not None and "after 'if' statement on line 2" in verdict.reason
 
