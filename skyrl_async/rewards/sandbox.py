@@ -45,7 +45,9 @@ names = vars(program)
 exec(compile(given["source"], "program.py", "exec"), names)
 solution, name = names.get("Solution"), given["function"]
 function = getattr(solution() if hasattr(solution, name) else program, name)
-json.dump([function(*arguments) for arguments in given["calls"]], answers)
+def plain(found):
+    return found.tolist() if hasattr(found, "tolist") else json.JSONEncoder().default(found)
+json.dump([function(*arguments) for arguments in given["calls"]], answers, default=plain)
 answers.close()
 """
 
@@ -111,7 +113,7 @@ def call_function(
         calls: positional arguments of each call, as JSON.
 
     Returns:
-        How it ended, and a result per call; None where the calls did not all return JSON.
+        How it ended, and a result per call (numpy's as JSON); None where the calls did not all return JSON.
     """
     given = {"source": source, "function": function, "calls": [list(arguments) for arguments in calls]}
     outcome = run_program(_CALLER, stdin=json.dumps(given), limits=limits)

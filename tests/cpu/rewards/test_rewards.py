@@ -355,6 +355,19 @@ def test_a_right_program_needs_no_imports_of_its_own_and_its_lines_keep_their_nu
     assert verdict.reason is not None and "after 'if' statement on line 2" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("numpy.int64(x)", 3),
+        ("{'a': [numpy.float32(x), numpy.bool_(x)]}", {"a": [3.0, True]}),
+        ("numpy.arange(x)", [0, 1, 2]),
+    ],
+)
+def test_results_of_numpy_are_judged_by_value(returned: str, expected: Any) -> None:
+    tests = CodeTests(function="f", inputs=([3],), outputs=(expected,))
+    assert judge_program(f"import numpy\ndef f(x): return {returned}", tests).reason is None
+
+
 def test_a_function_that_is_missing_or_returns_no_json_fails_with_a_reason() -> None:
     tests = CodeTests(function="f", inputs=([1],), outputs=([1],))
     modern = (
