@@ -70,9 +70,9 @@ def program_in(text: str) -> str | None:
     Time is linear in the length of ``text``.
     """
     pieces = text.split(_FENCE)
-    blocks = [_block(piece) for piece in pieces[1:-1:2]]
-    tagged = [body for language, body in blocks if language in _PYTHON]
-    untagged = [body for language, body in blocks if not language]
+    blocks = [_block(piece) for piece in pieces[1:-1]]
+    tagged = [body for language, body in blocks if language in _PYTHON]  # also after a fence without a partner
+    untagged = [body for language, body in blocks[::2] if not language]
     return next(reversed(tagged or untagged), None)
 
 

@@ -296,6 +296,7 @@ def test_the_last_fenced_block_of_python_is_the_program() -> None:
     assert program_in("```\nc\n```") == "c\n"
     assert program_in("```python\nd\n```\nFor the input 3 it prints\n```\n6\n```") == "d\n"
     assert program_in("```\ne\n```\nnot\n```text\nf\n```") == "e\n"
+    assert program_in("<think>\n```python\ng\n</think>\nSo:\n```python\nh\n```\n") == "h\n", "a fence has no partner"
     assert program_in("print(1)") is None
     assert program_in("```python\nopen") is None
 
