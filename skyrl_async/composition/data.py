@@ -309,10 +309,15 @@ def check_checkpoint_is_of(checkpoint: Path, policy_dir: Path) -> None:
 
 
 def fitting_prompts(prompts: Prompts, renderer: ChatRenderer, max_model_len: int, say: ProgressFn) -> Prompts:
-    """Leave out prompts that fill the context, and say which. Raises ``DatasetError`` when none is left."""
+    """Leave out prompts that fill the context, and say which. Raises ``DatasetError`` when none is left, or one cannot be rendered."""
 
     def num_tokens(prompt: Prompt) -> int:
-        return len(renderer.render(list(prompt.messages)))
+        try:
+            return len(renderer.render(list(prompt.messages)))
+        except ValueError as error:
+            raise DatasetError(
+                f"prompt {prompt.uid!r} cannot be used with policy.path: {error}; mend its row"
+            ) from error
 
     train, dropped = filter_long_prompts(prompts.train, num_tokens, max_model_len - 1)
     held_out, dropped_held_out = filter_long_prompts(prompts.held_out, num_tokens, max_model_len - 1)

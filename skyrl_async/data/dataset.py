@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_async.chat import normalise_messages
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import DatasetError
 from skyrl_async.types import Message, Prompt
@@ -137,6 +138,10 @@ def _messages_of(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
             raise DatasetError(f"{place} has in prompt {message!r}; a message must be an object with a role")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DatasetError(f"{place} has in prompt {message!r}; a message must have a content")
+    try:
+        normalise_messages(prompt)
+    except ValueError as error:
+        raise DatasetError(f"{place} has a prompt that no chat template takes: {error}") from error
     return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
 

@@ -76,6 +76,10 @@ def test_two_rows_with_one_uid_are_named_with_both_lines(tmp_path: Path) -> None
         ({"prompt": "", "env_class": "relay"}, r"line 2 needs prompt.*got ''"),
         ({"prompt": ["x"], "env_class": "relay"}, r"line 2 has in prompt 'x'; a message must be an object with a role"),
         ({"prompt": [{"role": "user"}], "env_class": "relay"}, r"line 2 has in prompt .* must have a content"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "env_class": "relay"},
+            r"line 2 has a prompt that no chat template takes: messages\[0\]\.content may only hold text parts.*'image'",
+        ),
         ({"prompt": "x"}, r"line 2 needs env_class.*task\.env_class.*generator\.reward.*task\.reward"),
         ({"prompt": "x", "env_class": "relay", "uid": [1]}, r"line 2 has the uid \[1\]"),
         ({"prompt": "x", "env_class": "relay", "uid": ""}, r"line 2 has the uid ''; a uid must be a non-empty string"),

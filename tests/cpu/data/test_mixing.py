@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_async.composition.data import Prompts, num_planned_steps, prepare_prompts
+from skyrl_async.chat import ChatRenderer
+from skyrl_async.composition.data import Prompts, fitting_prompts, num_planned_steps, prepare_prompts
 from skyrl_async.config.load import from_overrides
 from skyrl_async.data.dataloader import EpochPlan, _AsyncDataloader, weighted
 from skyrl_async.errors import CheckpointError, ConfigError, DatasetError
 from skyrl_async.types import Prompt
+from tests.cpu.chat_templates import mistral
 from tests.cpu.config.test_config import policy_directory
 from tests.cpu.data.test_dataset import write_rows
 
@@ -165,3 +167,10 @@ def test_a_row_that_its_environment_does_not_take_is_named_by_file_and_line(tmp_
     unknown = write_rows(tmp_path / "d.jsonl", {"prompt": "x", "env_class": "chess"})
     with pytest.raises(DatasetError, match=r"d\.jsonl line 1 cannot be used by env_class 'chess': .*one of .*gsm8k"):
         prepared(tmp_path, "[]", f"task.eval_files=[{unknown}]")
+
+
+def test_a_prompt_that_the_policys_template_refuses_is_named_by_its_uid() -> None:
+    twice = ({"role": "user", "content": "x"}, {"role": "user", "content": "y"})
+    prompts = Prompts(train=(Prompt(uid="a", messages=twice, env_class="none"),), held_out=())
+    with pytest.raises(DatasetError, match=r"prompt 'a' cannot be used with policy\.path: .*refuses these messages"):
+        fitting_prompts(prompts, ChatRenderer(mistral()), 100, lambda _: None)
