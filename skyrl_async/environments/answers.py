@@ -134,6 +134,10 @@ def _right_answer(truth: Any) -> str:
             f"reward_spec.ground_truth must be an answer of at most {MAX_CHARACTERS} characters, got {len(answer)}: {answer[:200]!r}...; "
             r"mark the answer in it by \boxed{}, Answer: or ####"
         )
+    if not is_same_answer(answer, answer):
+        raise ConfigError(
+            f"reward_spec.ground_truth must be an answer, got {str(truth)[:200]!r}, which is layout alone"
+        )
     return answer
 
 

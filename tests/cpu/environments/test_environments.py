@@ -83,6 +83,7 @@ def test_rows_of_verl_have_their_truth_in_reward_model() -> None:
             )
             for truth in (["1", "2"], '["1", "2"]', [["1"]], {"answer": 1}, '{"answer": 1}', [1, 2], [])
         ),
+        ("math", {"reward_spec": {"ground_truth": "$ $"}}, r"must be an answer, got '\$ \$', which is layout alone"),
         (
             "math",
             {"reward_spec": {"ground_truth": "1" * 501}},
