@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,7 +135,7 @@ class FunctionHarness:
             return result
         if result is None or isinstance(result, str):
             return AgentResult(output=result)
-        if isinstance(result, int | float):
+        if isinstance(result, Real):  # numpy's, too
             return AgentResult(reward=float(result))
         raise InvalidResultError(
             f"{_name(self._function)} must return an AgentResult, a reward, a string or None, got {result!r}"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -60,6 +61,10 @@ async def give_reward(task: AgentTask) -> int:
     return 1
 
 
+async def count_with_numpy(task: AgentTask) -> Any:
+    return (np.array([1, 2]) == np.array([1, 3])).sum()
+
+
 async def give_result(task: AgentTask) -> AgentResult:
     return AgentResult(output="o", reward=0.5, metrics={"m": 1.0})
 
@@ -95,6 +100,7 @@ def block(task: AgentTask) -> float:
     [
         (answer_text, AgentResult(output="p 2")),
         (give_reward, AgentResult(reward=1.0)),
+        (count_with_numpy, AgentResult(reward=1.0)),
         (give_result, AgentResult(output="o", reward=0.5, metrics={"m": 1.0})),
         (give_nothing, AgentResult()),
     ],
