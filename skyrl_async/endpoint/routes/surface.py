@@ -67,6 +67,7 @@ class Written:
 
     num_blocks: int = 0
     num_characters: int = 0
+    """Characters that its tokens begin, those that are held back included."""
     num_calls: int = 0
 
 
@@ -156,7 +157,8 @@ class ChoicesCall(ABC, Generic[B]):
                 for chunk in self.chunks(index, plan, block, written):
                     emit(chunk)
                 written.num_blocks += 1
-                written.num_characters += len(block.parts.content)
+                raw = map(self._renderer.token_bytes, block.delta.token_ids.tolist())
+                written.num_characters += sum(map(_num_begun, raw))
                 written.num_calls += len(block.parts.tool_calls)
         assert block.answer is not None, "a stream ends with its answer"
         return block.answer.completion
@@ -323,9 +325,10 @@ def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:
 def completion_logprobs(
     block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """``logprobs`` of a text completion's choice or chunk; ``offset``: characters before its text."""
+    """``logprobs`` of a text completion's choice or chunk; ``offset``: characters that the tokens before it begin."""
     token_ids = block.token_ids.tolist()
-    lengths = [len(_token(i, renderer, False)) for i in token_ids]
+    spelled = [renderer.token_bytes(i) for i in token_ids]
+    begun = accumulate(map(_num_begun, spelled), initial=offset)
     likeliest = [
         {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
         for position in block.top_logprobs
@@ -334,5 +337,13 @@ def completion_logprobs(
         "tokens": [_token(i, renderer, as_ids) for i in token_ids],
         "token_logprobs": block.logprobs,
         "top_logprobs": likeliest or None,
-        "text_offset": list(accumulate(lengths[:-1], initial=offset)) if lengths else [],
+        # A token that begins within a character stands where that one does.
+        "text_offset": [
+            max(0, num - (len(raw[:1]) - _num_begun(raw[:1]))) for raw, num in zip(spelled, begun, strict=False)
+        ],
     }
+
+
+def _num_begun(raw: bytes) -> int:
+    """Characters of UTF-8 whose first byte is among these."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)

@@ -134,6 +134,15 @@ async def test_logprobs_name_the_tokens_their_values_and_offsets() -> None:
     assert without.choices[0].logprobs.token_logprobs == [-0.5, -0.5, -1.0, -1.0]
 
 
+async def test_offsets_are_places_in_the_text_where_tokens_split_a_character_too() -> None:
+    async with clients(HeldSampler(scripts=(("h\u20ac", "al", "lo"),))) as (client, _):
+        reply = await complete(client, "hello", logprobs=1)
+        _, chunks = await streamed(client, "hello", logprobs=1)
+    offsets = reply.choices[0].logprobs.text_offset
+    assert offsets == [0, 1, 1, 1, 2, 3, 4, 5, 6] and reply.choices[0].text[offsets[4]] == "a"
+    assert [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset] == offsets
+
+
 class ImpossibleSampler(HeldSampler):
     """Names an alternative that truncation has ruled out."""
 
