@@ -111,7 +111,7 @@ def judge_program(source: str, tests: CodeTests, limits: Limits | None = None) -
 
 
 def is_same_output(output: str, expected: str) -> bool:
-    """Whether two texts have the same words in the same lines, empty lines at the end aside.
+    """Whether two texts have the same words in the same lines, empty lines at both ends aside, as LiveCodeBench's grader does.
 
     Two decimals (``0.5`` and ``0.50``) are the same within 1e-6 of their size; APPS' and verl's graders have a tolerance, too.
     """
@@ -222,7 +222,7 @@ def _texts(values: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.rstrip().split("\n")]
+    return [line.split() for line in text.strip().split("\n")]
 
 
 def _shown(value: Any) -> str:

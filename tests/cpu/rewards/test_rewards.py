@@ -449,6 +449,7 @@ def test_a_decimal_is_right_however_many_digits_are_written(output: str, expecte
 
 def test_outputs_are_compared_by_words_and_results_by_value() -> None:
     assert is_same_output("1 2\n3\n\n", "1  2 \n3") and not is_same_output("1 2 3", "1 2\n3")
+    assert is_same_output("\n1\n2", "1\n2") and not is_same_output("1\n\n2", "1\n2")
     assert is_same_result([1, 2.0000000001], [1.0, 2]) and is_same_result({"a": [True]}, {"a": [True]})
     assert not is_same_result(True, 1) and not is_same_result([1], [1, 2]) and not is_same_result("1", 1)
 
