@@ -184,12 +184,15 @@ class TraceParts:
     def _write(self, spans: list[tuple[int, str]]) -> None:
         """Write spans, each with the microsecond at which it was added, to the newest part and those after it."""
         while spans:
-            if self._size >= self._part_bytes:
+            part_bytes = max(
+                self._part_bytes, 2 * sum(map(len, self._names))
+            )  # room for spans beside any number of names
+            if self._size >= part_bytes:
                 self._end_part()
             names, num = self._names[self._num_names :], 0
             lines = [self._head(spans[0][0]), *names] if self._size == 0 else list(names)
             size = self._size + sum(map(len, lines))
-            while num < len(spans) and size < self._part_bytes:
+            while num < len(spans) and size < part_bytes:
                 lines.append(spans[num][1])
                 size += len(lines[-1]) + len(",\n")
                 num += 1

@@ -194,6 +194,13 @@ def test_every_part_opens_alone_with_the_names_of_all_rows(tmp_path: Path) -> No
     assert [span.begin for span in read_spans(tmp_path, 5.5, 7.0)] == [5.0, 6.0]
 
 
+def test_where_the_names_of_rows_alone_fill_a_part_the_newest_spans_are_written(tmp_path: Path) -> None:
+    with closing(Trace(tmp_path, Clock(), max_bytes=32_000)) as trace:
+        for number in range(20):
+            trace.past_span("load", f"engines/engine-{number}", 100.0, 101.0)
+    assert "engines/engine-19" in {span.track for span in read_spans(tmp_path)}
+
+
 def test_a_resumed_run_adds_parts_on_the_same_axis_of_time(tmp_path: Path) -> None:
     for monotonic, unix in ((100.0, 5_000.0), (7.0, 5_060.0), (7.0, 4_000.0)):
         with closing(TraceParts(tmp_path, lambda now=monotonic: now, 10**6, wall_clock=lambda now=unix: now)) as parts:
