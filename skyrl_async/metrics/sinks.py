@@ -15,6 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from skyrl_async.errors import ConfigError
 from skyrl_async.metrics.tracker import MAX_WAITING_BYTES
 from skyrl_async.runtime.disk_writer import DiskWriter
 
@@ -25,13 +26,22 @@ class WandbSink:
     """Logs to the W&B run that belongs to a run directory."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Start or continue the W&B run; the rules of the configuration have seen that the package is there."""
+        """Start or continue the W&B run; the rules of the configuration have seen that the package is there.
+
+        Raises ``ConfigError`` where W&B refuses, such as without a key.
+        """
         import wandb
 
         identity = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(
-            project=project, name=run_dir.name, id=identity, dir=str(run_dir), config=dict(config), resume="allow"
-        )
+        try:
+            self._run = wandb.init(
+                project=project, name=run_dir.name, id=identity, dir=str(run_dir), config=dict(config), resume="allow"
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"logging.wandb must be false where Weights & Biases begins no run, got true: {error}; run wandb login first, or set "
+                "WANDB_MODE=offline"
+            ) from error
         # An evaluation that ran beside training is logged for a step already passed; W&B's own counter drops such rows.
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)

@@ -16,15 +16,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from skyrl_async.errors import CheckpointError
+from skyrl_async.errors import CheckpointError, ConfigError
 from skyrl_async.metrics.curves import draw_curves
 from skyrl_async.metrics.logs import run_logging
-from skyrl_async.metrics.sinks import TensorBoardSink
+from skyrl_async.metrics.sinks import TensorBoardSink, WandbSink
 from skyrl_async.metrics.summary import summary_table, write_summary
 from skyrl_async.metrics.trace_parts import TraceParts
 from skyrl_async.metrics.tracker import MetricsLog, Tracker, read_rows, read_steps
@@ -142,6 +144,18 @@ def test_tensorboard_reads_what_was_logged_and_hides_what_a_resume_dropped(tmp_p
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert {event.step: event.value for event in events.Scalars("reward/mean")} == {1: 1.0, 2: 20.0}
+
+
+def test_where_wandb_has_no_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class UsageError(Exception):
+        pass
+
+    def init(**settings: Any) -> None:
+        raise UsageError("api_key not configured (no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=UsageError))
+    with pytest.raises(ConfigError, match=r"logging.wandb must be false .* \(no-tty\); run wandb login first"):
+        WandbSink(tmp_path, "project", {})
 
 
 @pytest.mark.slow
