@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         draw_stages([(str(options.run), options.run)], options.png, order=STAGES, begin=options.begin, end=options.end)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, ValueError) as error:  # matplotlib's, for a picture of a kind that it does not write
         sys.stderr.write(f"error: {error}\n")
         return 2
     sys.stdout.write(f"{options.png}\n")

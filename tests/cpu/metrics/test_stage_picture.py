@@ -66,3 +66,11 @@ def test_an_error_of_drawing_is_one_line(
 def test_a_missing_trace_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.json"), str(tmp_path / "a.png")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_a_kind_of_picture_that_is_not_known_is_one_line_of_error(
+    trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(trace_path), str(tmp_path / "a.movie")]) == 2
+    error = capsys.readouterr().err
+    assert "Format 'movie' is not supported" in error and error.count("\n") == 1
