@@ -85,10 +85,15 @@ def _read_json(path: Path, advice: str) -> Any:
 
 
 def read_manifest(policy_dir: str) -> Manifest:
-    """Names, dtypes and shapes in the directory's safetensors files; empty if it has none."""
+    """Names, dtypes and shapes in the directory's safetensors files; empty if it has none. Raises ``PolicyError``."""
     manifest: Manifest = {}
     for path in weight_files(Path(policy_dir)):
-        manifest.update(_read_header(path))
+        try:
+            manifest.update(_read_header(path))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise PolicyError(
+                f"{path} cannot be read ({error}); download it whole (a clone without git lfs has pointers in place of weights)"
+            ) from error
     return manifest
 
 

@@ -15,7 +15,7 @@ from skyrl_async.composition.publishing import check_shared_memory
 from skyrl_async.config.schema.fields import DType
 from skyrl_async.config.schema.policy import PolicyConfig
 from skyrl_async.config.schema.run import Config
-from skyrl_async.errors import ConfigError, PublishError, WeightsWriteError
+from skyrl_async.errors import ConfigError, PolicyError, PublishError, WeightsWriteError
 from skyrl_async.simulator.clock import run_in_virtual_time
 from skyrl_async.simulator.models import ModelledEngine
 from skyrl_async.simulator.run import Simulation, SimulationSettings
@@ -160,4 +160,11 @@ def test_a_policy_that_does_not_fit_into_shared_memory_is_refused_before_anythin
         file.truncate(8 + len(header) + (4 << 40))
     config = Config(policy=PolicyConfig(path=str(tmp_path), dtype=DType.float32))
     with pytest.raises(ConfigError, match=r"2 versions of the weights do not fit \(8,388,608 MiB are needed in"):
+        check_shared_memory(config, tmp_path)
+
+
+def test_weights_that_were_not_downloaded_whole_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 9\n")
+    config = Config(policy=PolicyConfig(path=str(tmp_path), dtype=DType.float32))
+    with pytest.raises(PolicyError, match=r"model.safetensors cannot be read \(\d+ bytes .*\); download it whole"):
         check_shared_memory(config, tmp_path)
