@@ -197,7 +197,7 @@ class _LiveDisplay:
             table.add_column(no_wrap=True)
         table.add_row(*(f"[dim]{name}[/dim]" for name in self._cells))
         table.add_row(*(f"[bold]{text}[/bold]" for text in self._cells.values()))
-        return self._progress, table, f"[dim]reward[/dim] [green]{sparkline(self._rewards)}[/green]"
+        return self._progress, table, f"[dim]reward[/dim] [green]{sparkline(list(self._rewards))}[/green]"
 
 
 def cells(values: Mapping[str, float]) -> dict[str, str]:
@@ -226,7 +226,7 @@ def cells(values: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def sparkline(values: deque[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Return one character per value, scaled between the smallest and the largest."""
     if not values:
         return ""

@@ -175,6 +175,20 @@ def test_a_terminal_gets_a_display_with_bar_phase_figures_and_reward_curve() -> 
         assert part in text, part
 
 
+def test_a_step_may_end_while_another_thread_draws_the_rewards() -> None:
+    console, file = terminal()
+
+    class LoggedWhileCompared(float):
+        def __lt__(self, other: float) -> bool:
+            console.log(3, VALUES)
+            return super().__lt__(other)
+
+    with console:
+        for step in (1, 2):
+            console.log(step, {"reward/mean": LoggedWhileCompared(0.5)})
+    assert "3/45" in file.getvalue()
+
+
 def test_a_terminal_is_left_in_order_when_the_run_fails() -> None:
     console, file = terminal()
     with pytest.raises(ValueError, match="boom"), console:
