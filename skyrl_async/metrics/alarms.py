@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import shorten
 
 from skyrl_async.errors import printable
 
@@ -272,4 +271,5 @@ def _commonest(reasons: Sequence[str]) -> str:
         return ""
     kind, num = kinds.most_common(1)[0]
     newest = next(reason for reason in reversed(reasons) if _NUMBER.sub("#", reason) == kind)
-    return f", {num / len(reasons):.0%} of them with {shorten(printable(newest), _MAX_REASON, placeholder=' ...')}"
+    said = " ".join(printable(newest).split())
+    return f", {num / len(reasons):.0%} of them with {said if len(said) <= _MAX_REASON else f'{said[: _MAX_REASON - 4].rstrip()} ...'}"

@@ -102,6 +102,8 @@ def test_reasons_that_differ_in_numbers_are_one_and_a_long_one_is_cut() -> None:
     )
     (found,) = alarms(rows, lambda: {FAILED: [f"ValueError: {'x ' * 10_000}"]})
     assert found.says.endswith("x ...") and len(found.says) < 300
+    (found,) = alarms(rows, lambda: {FAILED: [f"ValueError: {'x' * 10_000}"]})
+    assert "ValueError: xx" in found.says and found.says.endswith("x ...") and len(found.says) < 300
     (found,) = alarms(rows)
     assert found.says == "20% of the samples fail"
 
