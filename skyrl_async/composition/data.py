@@ -27,7 +27,7 @@ from skyrl_async.config.schema.task import BUILT_IN_TASKS, DATASET_TASK, HARBOR_
 from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.sources import rows_of
-from skyrl_async.errors import ConfigError, DatasetError
+from skyrl_async.errors import ConfigError, DatasetError, PolicyError
 from skyrl_async.generators.gym.environment import EnvironmentFactory
 from skyrl_async.harbor.tasks import load_tasks
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
@@ -227,10 +227,19 @@ def check_critic_warmup(config: Config, prompts: Prompts) -> None:
 
 
 def load_renderer(directory: Path, trust_remote_code: bool) -> ChatRenderer:
-    """Load the Hugging Face tokenizer of a policy directory. Raises ``ConfigError`` when it has no chat template."""
+    """Load the Hugging Face tokenizer of a policy directory.
+
+    Raises ``PolicyError`` when it cannot be read, ``ConfigError`` when it has no chat template.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # of any type, by what is wrong in which file
+        raise PolicyError(
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download files that are not whole again (a "
+            "clone without git lfs has pointers in place of some)"
+        ) from error
     return ChatRenderer(tokenizer)
 
 

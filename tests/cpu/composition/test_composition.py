@@ -19,6 +19,7 @@ from skyrl_async.composition.data import (
     check_critic_warmup,
     check_overlong_penalty,
     check_positions,
+    load_renderer,
     num_planned_steps,
 )
 from skyrl_async.composition.logprobs import (
@@ -389,3 +390,11 @@ async def test_a_critic_is_trained_by_the_policys_optimizer_but_for_what_is_its_
         await weights(critic, tmp_path / "after"), {k: (1 - 0.01 * 0.25) * v for k, v in before.items()}, atol=1e-6
     )
     await critic.close()
+
+
+def test_a_tokenizer_that_was_not_downloaded_whole_is_named(tmp_path: Path) -> None:
+    write_policy(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 9\n")
+    with pytest.raises(PolicyError, match=rf"the tokenizer in {tmp_path} cannot be read \(.*\); download files that"):
+        load_renderer(tmp_path, trust_remote_code=False)
