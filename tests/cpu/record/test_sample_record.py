@@ -253,6 +253,18 @@ def test_figures_outlast_texts_where_the_parts_alone_or_one_file_exceed_the_limi
     assert len(rows) == 4 and rows[-1]["logprobs"] is None
 
 
+async def test_the_limit_holds_after_somebody_has_deleted_old_files(tmp_path: Path, caplog: Any) -> None:
+    record = SampleRecord(tmp_path / DIRECTORY, max_bytes=60_000)
+    for step in range(1, 13):
+        record.add(ended(f"p{step}", step, Outcome.TRAINED, row(1000)))
+        await record.flush()
+        if step == 4:
+            files_in(tmp_path / DIRECTORY)[0].path.unlink()
+    record.close()
+    assert "cannot be written" not in caplog.text
+    assert sum(file.num_bytes for file in files_in(tmp_path / DIRECTORY)) <= 60_000
+
+
 @given(num_known=st.integers(0, 18), evaluated=st.integers(-1, 6), num_after=st.integers(0, 3), is_joined=st.booleans())
 def test_a_resumed_run_keeps_the_rows_of_its_checkpoint_and_of_the_evaluations_that_ended(
     tmp_path_factory: pytest.TempPathFactory, num_known: int, evaluated: int, num_after: int, is_joined: bool
