@@ -95,8 +95,8 @@ def trace_end(run_dir: Path) -> float:
 
 
 def _part_files(directory: Path) -> list[Path]:
-    """Return the parts, the oldest first."""
-    return sorted(directory.glob("[0-9]*.json"))
+    """Return the parts, the oldest first. People may have put copies beside them."""
+    return sorted(part for part in directory.glob("*.json") if part.stem.isdecimal())
 
 
 def _events(part: Path) -> Iterator[_Event]:

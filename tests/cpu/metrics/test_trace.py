@@ -194,6 +194,14 @@ def test_every_part_opens_alone_with_the_names_of_all_rows(tmp_path: Path) -> No
     assert [span.begin for span in read_spans(tmp_path, 5.5, 7.0)] == [5.0, 6.0]
 
 
+def test_a_copy_beside_the_parts_is_none_of_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with closing(Trace(tmp_path, Clock())) as trace:
+            trace.past_span(name, "training", 100.0, 101.0)
+        (tmp_path / "000001-closed.json").write_bytes((tmp_path / "000001.json").read_bytes())
+    assert [span.name for span in read_spans(tmp_path)] == ["a", "b"]
+
+
 def test_where_the_names_of_rows_alone_fill_a_part_the_newest_spans_are_written(tmp_path: Path) -> None:
     with closing(Trace(tmp_path, Clock(), max_bytes=32_000)) as trace:
         for number in range(20):
