@@ -114,7 +114,7 @@ class LoggingConfig:
     """Live progress display (plain lines where standard output is no terminal)."""
     trace: bool = True
     """Write a Chrome/Perfetto trace of the stages to trace/ in the run directory, in parts that open alone."""
-    trace_max_gb: float = bounded(1.0, ge=0.01)
+    trace_max_gb: float = bounded(1.0, ge=0.01, lt=math.inf)
     """Bound on the trace's size, GB. Of its older parts only the longest spans of each row stay, then the oldest parts are deleted."""
     level: str = "INFO"
     """Least level of what the log file and standard error show."""

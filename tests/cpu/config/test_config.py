@@ -493,6 +493,7 @@ def test_help_names_every_key_with_its_default_and_every_group(capsys: pytest.Ca
         ),
         (["weight_sync.transfer=mpi"], "weight_sync.transfer must be auto or shm or gloo or nccl or ipc, got 'mpi'"),
         (["weight_sync.transfer_timeout_s=0"], r"weight_sync.transfer_timeout_s must be in \(0, inf\), got 0"),
+        (["logging.trace_max_gb=inf"], r"logging.trace_max_gb must be in \[0.01, inf\), got inf"),
         (["training.step_timeout_s=inf"], r"training.step_timeout_s must be in \(0, inf\), got inf"),
         (["trainer.max_engine_logprob_gap=nan"], "trainer.max_engine_logprob_gap must be > 0, got nan"),
         (["trainer.seed=99999999999999999999999"], r"trainer.seed must be in \[0, 9.22337e\+18\), got 9999"),
