@@ -184,9 +184,8 @@ class TraceParts:
     def _write(self, spans: list[tuple[int, str]]) -> None:
         """Write spans, each with the microsecond at which it was added, to the newest part and those after it."""
         while spans:
-            part_bytes = max(
-                self._part_bytes, 2 * sum(map(len, self._names))
-            )  # room for spans beside any number of names
+            # There is room for spans beside any number of names.
+            part_bytes = max(self._part_bytes, 2 * sum(map(len, self._names)))
             if self._size >= part_bytes:
                 self._end_part()
             names, num = self._names[self._num_names :], 0

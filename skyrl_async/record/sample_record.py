@@ -121,9 +121,8 @@ class SampleRecord:
 
     def _join_and_thin(self) -> None:
         """Join the parts once there are many, and thin the oldest files while there are too many bytes."""
-        files = self._files = [
-            file for file in self._files or () if file.path.exists()
-        ]  # people delete old ones for room
+        # People delete old ones for room.
+        files = self._files = [file for file in self._files or () if file.path.exists()]
         parts = [file for file in files if file.kind == ".part"]
         most_bytes = min(_JOINED_BYTES, self._max_bytes / 2)
         if len(parts) >= _JOINED_PARTS or sum(part.num_bytes for part in parts) >= most_bytes:
