@@ -133,12 +133,13 @@ class ChatRenderer:
         """(T,) int32: for each token, the number of bytes of decoded text through that token. Special tokens that are skipped add none."""
         found, places = np.unique(column(token_ids, np.int32), return_inverse=True)
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
-        spelled = [b"" if i in skipped else self._speller.spell(i) for i in found.tolist()]
+        known = [b"" if i in skipped else self._speller.spell(i) for i in found.tolist()]
+        spelled = [known[place] for place in places.tolist()]
         try:
-            b"".join(spelled[place] for place in places.tolist()).decode()
+            b"".join(spelled).decode()
         except UnicodeDecodeError:  # U+FFFD stands in the text for bytes that are no characters
-            return _decoded_ends([spelled[place] for place in places.tolist()])
-        return column(column(list(map(len, spelled)), np.int32)[places].cumsum(dtype=np.int32), np.int32)
+            return _decoded_ends(spelled)
+        return column(column(list(map(len, known)), np.int32)[places].cumsum(dtype=np.int32), np.int32)
 
     def _full_tail(self, messages: Sequence[Message], num_covered: int | None, tools: Sequence[Tool] | None) -> str:
         normalised = normalise_messages(messages)

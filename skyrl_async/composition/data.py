@@ -28,7 +28,7 @@ from skyrl_async.data.dataloader import EpochPlan, Rotation, weighted
 from skyrl_async.data.dataset import filter_long_prompts, load_sources
 from skyrl_async.data.sources import rows_of
 from skyrl_async.errors import ConfigError, DatasetError, PolicyError
-from skyrl_async.generators.gym.environment import EnvironmentFactory
+from skyrl_async.generators.gym.environment import EnvironmentFactory, max_turns_of
 from skyrl_async.harbor.tasks import load_tasks
 from skyrl_async.inference.policy_files import read_config, read_manifest, text_config
 from skyrl_async.registries import import_function
@@ -121,9 +121,7 @@ def _refuse_shared_uids(prompts: Sequence[Prompt]) -> None:
 
 
 def _check_environment(prompt: Prompt) -> None:
-    from skyrl_async.environments.answers import max_turns_of
-
-    max_turns_of(prompt.extras)  # generators read it whatever the environment does
+    max_turns_of(prompt.extras, 1)  # generators read it whatever the environment does
     make_environment(prompt.env_class, prompt.extras).close()
 
 

@@ -18,7 +18,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.columns import TokenIds
 from skyrl_async.errors import ConfigError
-from skyrl_async.generators.gym.environment import turn_reward
+from skyrl_async.generators.gym.environment import max_turns_of, turn_reward
 from skyrl_async.rewards.code_tests import judge_program, program_in, read_tests
 from skyrl_async.rewards.math_answers import (
     MAX_CHARACTERS,
@@ -33,7 +33,7 @@ from skyrl_async.rewards.sandbox import Limits, require_sandbox
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_TURNS = 8
+DEFAULT_MAX_TURNS = 8
 """Turns of an environment of several turns, for rows without ``max_turns``."""
 _NO_PROGRAM = "no fenced block of Python"
 Extras = dict[str, Any]
@@ -217,7 +217,7 @@ class MultiTurnCodeEnv(CodeEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
-        self.max_turns = max_turns_of(extras)
+        self.max_turns = max_turns_of(extras or {}, DEFAULT_MAX_TURNS)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reason = self.judge(action)
@@ -230,14 +230,6 @@ def column_of(extras: Extras | None, name: str, default: float) -> Any:
     """Return what a row has in a column; null is the default: Parquet files have it where other rows' ``extra_info`` says more."""
     value = (extras or {}).get(name)
     return default if value is None else value
-
-
-def max_turns_of(extras: Extras | None) -> int:
-    """Return the turns that a row's column ``max_turns`` allows; ``ConfigError`` for what is no whole number >= 1."""
-    found = column_of(extras, "max_turns", _DEFAULT_MAX_TURNS)
-    if isinstance(found, bool) or not isinstance(found, int | float) or found < 1 or not float(found).is_integer():
-        raise ConfigError(f"max_turns must be a whole number >= 1, got {found!r}")
-    return int(found)
 
 
 def limits_of(extras: Extras) -> Limits:

@@ -14,14 +14,15 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_async.arithmetic import value_of
 from skyrl_async.environments.answers import (
+    DEFAULT_MAX_TURNS,
     Extras,
     Gsm8kEnv,
     MathEnv,
     ended,
     limits_of,
-    max_turns_of,
     told,
 )
+from skyrl_async.generators.gym.environment import max_turns_of
 from skyrl_async.rewards.sandbox import require_sandbox, run_program
 
 _SHOWN_CHARACTERS = 2000
@@ -39,7 +40,7 @@ class _ToolEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Extras | None = None) -> None:
         super().__init__(env_config, extras)
-        self.max_turns = max_turns_of(extras)
+        self.max_turns = max_turns_of(extras or {}, DEFAULT_MAX_TURNS)
         self.num_calls = 0
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -81,7 +81,7 @@ class ChatCall(ChoicesCall[ChatCompletionRequest]):
         # Not before there is a block: until the first event a failure has a status of its own.
         return [self.chunk(begun) | self.extra, *chunks]
 
-    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Completion | CompletionDelta, written: Written) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         return chat_logprobs(tokens, self._renderer, as_ids=self._body.return_tokens_as_token_ids)

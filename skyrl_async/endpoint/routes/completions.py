@@ -75,10 +75,10 @@ class CompletionCall(ChoicesCall[CompletionRequest]):
             return {"text": block.parts.content}
         return {"text": self._echo(plan) + block.parts.content} | self._origin(plan)
 
-    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Completion | CompletionDelta, written: Written) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        return completion_logprobs(tokens, self._renderer, num_characters, as_ids=self._body.return_tokens_as_token_ids)
+        return completion_logprobs(tokens, self._renderer, written, as_ids=self._body.return_tokens_as_token_ids)
 
     def _origin(self, plan: Planned) -> dict[str, Any]:
         return {"prompt_token_ids": plan.prompt_token_ids} if self._body.return_token_ids else {}

@@ -67,7 +67,7 @@ class Written:
 
     num_blocks: int = 0
     num_characters: int = 0
-    """Characters that its tokens begin, those that are held back included."""
+    """Characters that tokens with log-probs begin, those that are held back included."""
     num_calls: int = 0
 
 
@@ -96,13 +96,13 @@ class ChoicesCall(ABC, Generic[B]):
         """The surface's own fields of one block of a choice."""
 
     @abstractmethod
-    def logprobs(self, tokens: Completion | CompletionDelta, num_characters: int) -> dict[str, Any] | None:
-        """The log-probs of a whole choice, or of a block after ``num_characters`` of text; None unless asked for."""
+    def logprobs(self, tokens: Completion | CompletionDelta, written: Written) -> dict[str, Any] | None:
+        """The log-probs of a whole choice, or of a block after what is ``written``; None unless asked for."""
 
     def chunks(self, index: int, plan: Planned, block: AnswerBlock, written: Written) -> list[dict[str, Any]]:
         """The chunks for one block of a choice."""
         own = self.piece(plan, block, written)
-        return [self.chunk(self._choice(index, own, block.delta, block.answer, written.num_characters))]
+        return [self.chunk(self._choice(index, own, block.delta, block.answer, written))]
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer."""
@@ -140,9 +140,9 @@ class ChoicesCall(ABC, Generic[B]):
         own: dict[str, Any],
         tokens: Completion | CompletionDelta,
         answer: Answer | None,
-        num_characters: int = 0,
+        written: Written | None = None,
     ) -> dict[str, Any]:
-        logprobs = self.logprobs(tokens, num_characters)
+        logprobs = self.logprobs(tokens, written or Written())
         origin = provenance(tokens) if self._body.return_token_ids else {}
         finish_reason, stop_reason = (None, None) if answer is None else (answer.finish_reason, answer.stop_reason)
         ends = {"finish_reason": finish_reason, "stop_reason": stop_reason}
@@ -157,8 +157,6 @@ class ChoicesCall(ABC, Generic[B]):
                 for chunk in self.chunks(index, plan, block, written):
                     emit(chunk)
                 written.num_blocks += 1
-                raw = map(self._renderer.token_bytes, block.delta.token_ids.tolist())
-                written.num_characters += sum(map(_num_begun, raw))
                 written.num_calls += len(block.parts.tool_calls)
         assert block.answer is not None, "a stream ends with its answer"
         return block.answer.completion
@@ -323,12 +321,12 @@ def _token(token_id: int, renderer: ChatRenderer, as_ids: bool) -> str:
 
 
 def completion_logprobs(
-    block: Completion | CompletionDelta, renderer: ChatRenderer, offset: int, *, as_ids: bool = False
+    block: Completion | CompletionDelta, renderer: ChatRenderer, written: Written, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """``logprobs`` of a text completion's choice or chunk; ``offset``: characters that the tokens before it begin."""
+    """``logprobs`` of a text completion's choice, or of a chunk after what is ``written``, whose characters it counts on."""
     token_ids = block.token_ids.tolist()
     spelled = [renderer.token_bytes(i) for i in token_ids]
-    begun = accumulate(map(_num_begun, spelled), initial=offset)
+    *begun, written.num_characters = accumulate(map(_num_begun, spelled), initial=written.num_characters)
     likeliest = [
         {_token(i, renderer, as_ids): max(value, _LEAST_LOGPROB) for i, value in position}
         for position in block.top_logprobs
@@ -338,12 +336,15 @@ def completion_logprobs(
         "token_logprobs": block.logprobs,
         "top_logprobs": likeliest or None,
         # A token that begins within a character stands where that one does.
-        "text_offset": [
-            max(0, num - (len(raw[:1]) - _num_begun(raw[:1]))) for raw, num in zip(spelled, begun, strict=False)
-        ],
+        "text_offset": [max(0, num - sum(map(_is_inside, raw[:1]))) for raw, num in zip(spelled, begun, strict=True)],
     }
 
 
 def _num_begun(raw: bytes) -> int:
     """Characters of UTF-8 whose first byte is among these."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
+    return len(raw) - sum(map(_is_inside, raw))
+
+
+def _is_inside(byte: int) -> bool:
+    """Whether it continues a character of UTF-8."""
+    return byte & 0xC0 == 0x80

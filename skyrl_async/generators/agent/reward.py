@@ -24,6 +24,7 @@ from skyrl_async.generators.gym.environment import (
     EnvironmentCalls,
     EnvironmentFactory,
     finite_reward,
+    max_turns_of,
     turn_reward,
 )
 from skyrl_async.runtime.tasks import is_being_cancelled
@@ -167,7 +168,7 @@ class EnvironmentReward:
 
     async def reward_of(self, prompt: Prompt, episode: AgentEpisode) -> EpisodeReward:
         """Raises the environment's error, and ``GenerationError`` if it breaks the protocol."""
-        limit = min(int(prompt.extras.get("max_turns") or self.max_turns), self.max_turns)
+        limit = min(max_turns_of(prompt.extras, self.max_turns), self.max_turns)
         environment = self.make_environment(prompt.env_class, {**deepcopy(prompt.extras), "max_turns": limit})
         calls = EnvironmentCalls(environment, self.threads)
         try:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from skyrl_async.chat.messages import arguments_text
 from skyrl_async.columns import TokenIds
-from skyrl_async.errors import GenerationError
+from skyrl_async.errors import ConfigError, GenerationError
 from skyrl_async.runtime.daemon_threads import DaemonThreads
 from skyrl_async.runtime.progress import report
 from skyrl_async.types import Message, ToolCall
@@ -55,6 +55,14 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Release what the episode holds."""
+
+
+def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
+    """The turns that a row's column ``max_turns`` allows; null is the default. Raises ``ConfigError`` for what is no whole number >= 1."""
+    found = default if extras.get("max_turns") is None else extras["max_turns"]
+    if isinstance(found, bool) or not isinstance(found, Real) or found < 1 or not float(found).is_integer():
+        raise ConfigError(f"max_turns must be a whole number >= 1, got {found!r}")
+    return int(float(found))
 
 
 @runtime_checkable

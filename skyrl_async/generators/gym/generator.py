@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from skyrl_async.chat import ChatRenderer
 from skyrl_async.errors import GenerationError, PromptTooLongError
-from skyrl_async.generators.gym.environment import CallThreads, EnvironmentCalls, EnvironmentFactory
+from skyrl_async.generators.gym.environment import CallThreads, EnvironmentCalls, EnvironmentFactory, max_turns_of
 from skyrl_async.generators.gym.episode_state import EpisodeState, Turn, TurnRequest
 from skyrl_async.rollout.generator import GroupRequest, keeps_samples, run_samples
 from skyrl_async.rollout.group_state import SampleState
@@ -112,11 +112,10 @@ class EpisodeGenerator(ABC):
     def _calls(self, request: GroupRequest, sample_index: int) -> EnvironmentCalls:
         """A fresh environment, which learns the most turns it will get and, unless the row says one, its sample's seed."""
         prompt = request.prompt
-        most = prompt.extras.get("max_turns")
         extras = {
             "seed": derive_seed(request.seed, sample_index, _ENVIRONMENT),
             **deepcopy(prompt.extras),
-            "max_turns": self._max_turns if most is None else min(int(most), self._max_turns),
+            "max_turns": min(max_turns_of(prompt.extras, self._max_turns), self._max_turns),
         }
         return EnvironmentCalls(self._make_environment(prompt.env_class, extras), self._threads)
 
